@@ -15,7 +15,6 @@ folder, so it hands its function down (`provide`).
 """
 
 import dataclasses
-import heapq
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from pallas_collectives.annotations import DType
 from pallas_collectives.backends import wire_ways
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import collective_times, turns
+from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.sums_in_two import in_two
 from pallas_collectives.lowering.turns import Step, numbers, type_of
 from pallas_collectives.topology import chips
@@ -114,7 +114,7 @@ def fused(steps: Sequence[Step], results: Sequence[Any]) -> FusedSteps | None:
     if not saves:
         return None
     unwired = [step for step in saves if (collective_times.wired if step.awaited else _packs)(step)]
-    return FusedSteps(turn.steps, sum(saves.values()), unwired)
+    return FusedSteps(turn.flow.in_order(), sum(saves.values()), unwired)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +122,7 @@ class _Product:
     """A step that multiplies x, of any rank, with w, of two.
 
     Attributes:
+      eqn: the step's.
       x, w: their numbers, or constants.
       types: those of x, w, and the product.
       transposed: whether w is (N, K), not (K, N).
@@ -129,6 +130,7 @@ class _Product:
     """
 
     step: Step
+    eqn: JaxprEqn
     x: Any
     w: Any
     types: tuple[Aval, Aval, Aval]
@@ -146,7 +148,7 @@ class _Product:
             return None
         precision = step.eqn.params["precision"]
         x, w = step.reads
-        return cls(step, x, w, (left, right, out), of_w == (1,), precision)
+        return cls(step, step.eqn, x, w, (left, right, out), of_w == (1,), precision)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -164,18 +166,9 @@ class _Turn:
     """Steps, some of them in kernels."""
 
     def __init__(self, steps: Sequence[Step], results: Sequence[Any]) -> None:
-        self._places = {step: place for place, step in enumerate(steps)}
+        self.flow = Dataflow(steps)
         self._results = {*numbers(results)}
-        self._count = 1 + max((n for s in steps for n in s.writes), default=0)
-        self._makers = {number: step for step in steps for number in step.writes}
-        self._read_by: dict[int, dict[Step, None]] = {}
-        for step in steps:
-            self._note(step)
-
-    @property
-    def steps(self) -> list[Step]:
-        """In an order in which they can run, otherwise the program's."""
-        return _in_order(sorted(self._places, key=self._places.__getitem__))
+        self._count = 1 + max(self.flow.makers, default=0)
 
     def fuse(self, collective: Step) -> float:
         """Puts a kernel in place of a collective and its products; the seconds that this saves."""
@@ -184,8 +177,8 @@ class _Turn:
         (x, *_), name = _types(eqn), eqn.primitive.name
         if eqn.params.get("axis_index_groups") or not eqn.params.get("tiled", True):
             return 0.0
-        if wire_ways.moved_dtype(eqn.params["how"], x.dtype) != x.dtype:  # a cast: no kernel has it
-            return 0.0
+        if wire_ways.moved_dtype(eqn.params["how"], x.dtype) != x.dtype:
+            return 0.0  # a cast: no kernel has it
         if name in _DIMENSIONS:
             return (self._gathered if name == _GATHER else self._scattered)(collective, eqn)
         # No kernel's gather gives what is typed as equal on all devices.
@@ -197,9 +190,8 @@ class _Turn:
         nbytes = brought.size * brought.dtype.itemsize
         if on_tpus and overlaps.for_its_reader(nbytes, brought.dtype, chips.current()):
             return 0.0  # lax keeps it
-        readers = [*map(_Product.of, self._readers(whole))]
-        found = [p for p in readers if p is not None]
-        found = [p for p in found if not self._needs(p.w, gather)]
+        readers = [*map(_Product.of, self.flow.readers(gather.writes))]
+        found = [p for p in readers if p and whole not in self.flow.ancestors(numbers([p.w]))]
         found = [p for p in found if p.kind == found[0].kind]
         keeps = whole in self._results or len(found) < len(readers)
         kernel = _kernel(eqn, found, _types(eqn)[:1], keeps=keeps)
@@ -209,10 +201,11 @@ class _Turn:
             whole, self._count = self._count, self._count + 1
         reads = *gather.reads, *(p.w for p in found)
         writes = whole, *(p.step.writes[0] for p in found)
-        invars = eqn.invars[0], *(_eqn(p).invars[1] for p in found)
-        outvars = eqn.outvars[0], *(_eqn(p).outvars[0] for p in found)
+        invars = eqn.invars[0], *(p.eqn.invars[1] for p in found)
+        outvars = eqn.outvars[0], *(p.eqn.outvars[0] for p in found)
         made = eqn.replace(invars=[*invars], outvars=[*outvars], **kernel.bound)
-        self._put([gather, *(p.step for p in found)], [Step(made, reads, writes, gather.within)])
+        kernels = [Step(made, reads, writes, gather.within)]
+        self.flow.replace([gather, *(p.step for p in found)], kernels)
         return kernel.saves
 
     def _scattered(self, scatter: Step, eqn: JaxprEqn) -> float:
@@ -245,61 +238,28 @@ class _Turn:
         if kernel is None or kernel.saves <= longer:
             return 0.0
         reads = *(p.x for p in found), *(p.w for p in found)
-        invars = [_eqn(p).invars[i] for i in (0, 1) for p in found]
+        invars = [p.eqn.invars[i] for i in (0, 1) for p in found]
         made = scatter.eqn.replace(invars=invars, **kernel.bound)
         fused = Step(made, reads, scatter.writes, scatter.within)
-        self._put([total, *terms], [fused, *behind])
+        self.flow.replace([total, *terms], [fused, *behind])
         return kernel.saves - longer
 
-    def _terms(self, total: Any) -> list[Step]:
+    def _terms(self, total: int) -> list[Step]:
         """The products, and additions of two of them, that make a value and nothing else.
 
         None where it is made of something else, too, or where something else needs any of them.
         """
-        found, wanted = [], [total]
-        for value in wanted:
-            step = self._makers.get(value) if isinstance(value, int) else None
-            if step is None or value in self._results or len(self._readers(value)) != 1:
-                return []
-            found.append(step)
-            if _Product.of(step) is None:
-                adds = step.eqn is not None and step.eqn.primitive.name in _ADDITIONS
-                if not adds or step.reads[0] == step.reads[1]:
-                    return []
-                wanted += step.reads
-        return found
+        values = self.flow.ancestors([total], _adds)
+        alone = (value for value in values if len(self.flow.readers([value])) == 1)
+        makers = (self.flow.makers.get(value) for value in alone)
+        found = [step for step in makers if step and (_adds(step) or _Product.of(step))]
+        return found if len(found) == len(values) and self._results.isdisjoint(values) else []
 
-    def _put(self, others: Sequence[Step], kernels: Sequence[Step]) -> None:
-        """Puts steps in place of others, the first of which has their place."""
-        place = self._places[others[0]]
-        for step in others:
-            del self._places[step]
-            for number in numbers(step.reads):
-                self._read_by[number].pop(step, None)
-        for step in kernels:
-            self._places[step] = place
-            self._note(step)
 
-    def _note(self, step: Step) -> None:
-        self._makers.update(dict.fromkeys(step.writes, step))
-        for number in numbers(step.reads):
-            self._read_by.setdefault(number, {})[step] = None
-
-    def _readers(self, number: int) -> list[Step]:
-        return [*self._read_by.get(number, ())]
-
-    def _needs(self, value: Any, first: Step) -> bool:
-        """Whether a value is made of what a step makes."""
-        wanted = [*numbers([value])]
-        found = {*wanted}
-        for number in wanted:
-            maker = self._makers.get(number)
-            if maker is first:
-                return True
-            new = {*numbers(maker.reads)} - found if maker else set()
-            found |= new
-            wanted += new
-        return False
+def _adds(step: Step) -> bool:
+    """Whether it adds two values of its turn."""
+    adds = step.eqn is not None and step.eqn.primitive.name in _ADDITIONS
+    return adds and len({*numbers(step.reads)}) == 2
 
 
 def _kernel(
@@ -325,29 +285,3 @@ def _packs(collective: Step) -> bool:
 
 def _types(eqn: JaxprEqn) -> tuple[Any, ...]:
     return tuple(map(type_of, (*eqn.invars, *eqn.outvars)))
-
-
-def _eqn(product: _Product) -> JaxprEqn:
-    assert product.step.eqn is not None
-    return product.step.eqn
-
-
-def _in_order(steps: Sequence[Step]) -> list[Step]:
-    """Steps, each behind those that it needs, and otherwise as they were."""
-    makers = {n: place for place, step in enumerate(steps) for n in step.writes}
-    needs = [{makers[n] for n in numbers(s.reads) if n in makers} for s in steps]
-    readers: list[list[int]] = [[] for _ in steps]
-    for place, makes in enumerate(needs):
-        for maker in makes:
-            readers[maker].append(place)
-    missing = [len(makes) for makes in needs]
-    ready = [place for place, count in enumerate(missing) if not count]
-    found = []
-    while ready:
-        place = heapq.heappop(ready)
-        found.append(steps[place])
-        for reader in readers[place]:
-            missing[reader] -= 1
-            if not missing[reader]:
-                heapq.heappush(ready, reader)
-    return found

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from jax.extend import core
 
 from pallas_collectives import _compat
 from pallas_collectives.lowering import collective_times, fusing, order, turns
+from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.order import Call, Timetable
 from pallas_collectives.lowering.turns import Flat, Step, numbers
 from pallas_collectives.topology import chips
@@ -31,6 +33,8 @@ _WORTH = 0.1
 # it, and what is said of others.
 _BARE = 4.0
 NO_PRODUCTS = "the products of its step, or of its loop's turn, would hide too little of it"
+
+_HANDS_ON = operator.attrgetter("hands_on")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,10 @@ class Loop:
         carry_to = n_consts + n_carry
         parts = reads[:n_consts], reads[n_consts:carry_to], reads[carry_to:]
         return cls(params, _with_tokens(flat.steps, parts[1]), *parts, results)
+
+    @functools.cached_property
+    def _flow(self) -> Dataflow:
+        return Dataflow(self.steps)
 
     @functools.cached_property
     def _takes(self) -> dict[Step, float]:
@@ -157,25 +165,20 @@ class Loop:
 
     def sums(self) -> dict[Step, float]:
         """The scatters that a SparseCore runs and no product waits for: what each takes."""
-        chip, found = chips.current(), {}
-        waited: set[int] = set()  # what something reads that takes long, or has effects
-        for step in reversed(self.steps):
-            blocks, takes = not waited.isdisjoint(step.writes), self._takes.get(step)
-            if step.scatters and takes and not blocks:
-                found[step] = takes
-            has_effects = step.eqn is not None and _compat.has_effects(step.eqn)
-            if blocks or takes or has_effects or step.is_opaque or step.seconds(chip):
-                waited.update(numbers(step.reads))
-        return dict(reversed(found.items()))
+        chip = chips.current()
+        long = [
+            step
+            for step in self.steps
+            if self._takes.get(step) or step.is_opaque or step.has_effects or step.seconds(chip)
+        ]
+        waited = {*self._flow.ancestors(x for step in long for x in numbers(step.reads))}
+        takes = ((s, seconds) for s, seconds in self._takes.items() if s.scatters and seconds)
+        return {scatter: seconds for scatter, seconds in takes if waited.isdisjoint(scatter.writes)}
 
     def behind(self, scatters: Iterable[Step]) -> set[Step]:
         """The steps that need what scatters bring."""
-        brought, found = {number for scatter in scatters for number in scatter.writes}, set()
-        for step in self.steps:
-            if brought.intersection(numbers(step.reads)):
-                brought |= {*step.writes}
-                found.add(step)
-        return found
+        brought = (number for scatter in scatters for number in scatter.writes)
+        return {*self._flow.readers(self._flow.descendants(brought))}
 
     def late(self) -> list[Step]:
         """The scatters to leave for the next turn."""
@@ -198,16 +201,15 @@ class Loop:
         each = (step.seconds(chip) for step in self.steps)
         return [*itertools.accumulate(each, initial=0.0)]
 
+    def _handed_on(self, step: Step) -> set[int]:
+        """What a step brings, and what steps that only hand on make of it."""
+        return {*self._flow.descendants(step.writes, _HANDS_ON)}
+
     def _uses(self, gather: Step) -> list[int]:
         """The numbers of the steps that compute with what a gather brings."""
-        brought, found = {*gather.writes}, []
-        for number, step in enumerate(self.steps):
-            if brought.intersection(numbers(step.reads)):
-                if step.hands_on:
-                    brought |= {*step.writes}
-                else:
-                    found.append(number)
-        return found or [len(self.steps) - 1]
+        readers = self._flow.readers(self._handed_on(gather))
+        uses = [self._flow.places[step] for step in readers if not step.hands_on]
+        return uses or [len(self.steps) - 1]
 
     def feeds_products(self, gather: Step) -> bool:
         """Whether products alone read what a gather, of weights or of tokens, brings."""
@@ -220,27 +222,18 @@ class Loop:
 
         Or it updates what is carried on, as keys and values do a cache.
         """
-        brought = {*gather.writes}
-        for step in self.steps:
-            if brought.intersection(numbers(step.reads)):
-                if step.updates:
-                    return True
-                brought |= {*step.writes} if step.hands_on else set()
-        return not brought.isdisjoint(numbers(self.results))
+        brought = self._handed_on(gather)
+        updates = any(step.updates for step in self._flow.readers(brought))
+        return updates or not brought.isdisjoint(numbers(self.results))
 
     def of_xs(self, gathers: Iterable[Step]) -> list[Step]:
         """The steps that bring gathers' operands, and these; none where they need more."""
         wanted = {*gathers}
-        needed = {x for gather in wanted for x in numbers(gather.reads)}
-        chain = []
-        for step in reversed(self.steps):
-            if step in wanted or needed.intersection(step.writes):
-                if step not in wanted and not step.hands_on:
-                    return []
-                chain.append(step)
-                needed |= {*numbers(step.reads)}
-        of_xs = needed.intersection(self.x) and not needed.intersection(self.carry)
-        return chain[::-1] if of_xs else []
+        reads = (x for gather in wanted for x in numbers(gather.reads))
+        needed = {*self._flow.ancestors(reads, lambda step: step.hands_on or step in wanted)}
+        makers = {self._flow.makers[x] for x in needed & self._flow.makers.keys()} - wanted
+        able = all(map(_HANDS_ON, makers)) and needed.isdisjoint(self.carry)
+        return self._flow.by_place(wanted | makers) if able and needed.intersection(self.x) else []
 
     @property
     def ys(self) -> list[Any]:
@@ -248,39 +241,17 @@ class Loop:
 
     def to_ys(self, scatter: Step) -> list[Step]:
         """A scatter and the steps that hand its result on to y; none where others need it."""
-        brought, chain = {*scatter.writes}, [scatter]
-        for last in chain:
-            readers = (step for number in last.writes for step in self._readers.get(number, ()))
-            for step in readers:
-                if step in chain:
-                    continue
-                if (
-                    not step.hands_on
-                    or step.eqn is None
-                    or not brought.issuperset(numbers(step.reads))
-                ):
-                    return []
-                brought |= {*step.writes}
-                chain.append(step)
+        brought = self._handed_on(scatter)
+        readers = self._flow.readers(brought)
+        if not all(s.eqn and s.hands_on and brought.issuperset(numbers(s.reads)) for s in readers):
+            return []
         in_carry = brought.intersection(numbers(self.results[: len(self.carry)]))
-        return [] if in_carry or not self.in_ys(chain) else chain
-
-    @functools.cached_property
-    def _readers(self) -> dict[int, list[Step]]:
-        """The steps that read each value."""
-        found: dict[int, list[Step]] = {}
-        for step in self.steps:
-            for number in {*numbers(step.reads)}:
-                found.setdefault(number, []).append(step)
-        return found
+        chain = [scatter, *readers]
+        return chain if self.in_ys(chain) and not in_carry else []
 
     def gradients_of(self, scatters: Iterable[Step]) -> set[int]:
         """What these read, and what steps that only hand on make it of."""
-        needed = {scatter.reads[0] for scatter in scatters}
-        for step in reversed(self.steps):
-            if step.hands_on and needed.intersection(step.writes):
-                needed |= {*numbers(step.reads)}
-        return needed
+        return {*self._flow.ancestors((scatter.reads[0] for scatter in scatters), _HANDS_ON)}
 
     def in_ys(self, steps: Sequence[Step]) -> list[int]:
         """What these write of y."""
@@ -294,26 +265,13 @@ def _with_tokens(steps: Sequence[Step], carry: Iterable[int]) -> list[Step]:
     While a turn is traced, that is an operand like weights (`choice.asked`). Weights it is where a
     product takes it for that, as where a loop's turns are steps of training.
     """
-    weights = {fusing.weights_of(step) for step in steps}
-    for step in reversed(steps):
-        weights |= {read for read, made in _handed_on(step) if made in weights}
-    handed, found = {*carry}, []
+    flow, handed, found = Dataflow(steps), {*carry}, []
+    weights = {flow.origin(w) for w in map(fusing.weights_of, steps) if w is not None}
     for step in steps:
-        first = not handed.isdisjoint(numbers(step.reads[:1]))  # others may be places
-        handed |= {made for read, made in _handed_on(step) if read in handed}
-        tokens = first and weights.isdisjoint(step.writes)
+        first = [flow.origin(x) for x in numbers(step.reads[:1])]  # others may be places
+        tokens = not handed.isdisjoint(first) and weights.isdisjoint(step.writes)
         found.append(turns.awaiting(step) if tokens else step)
     return found
-
-
-def _handed_on(step: Step) -> list[tuple[int, int]]:
-    """What a step reads and hands on, each with the number that it has behind it."""
-    if not step.hands_on:
-        return []
-    each = len(step.writes) == len(step.reads)  # as a barrier does
-    reads = step.reads if each else step.reads[:1] * len(step.writes)
-    pairs = zip(reads, step.writes, strict=True)
-    return [(read, made) for read, made in pairs if isinstance(read, int)]
 
 
 class Fused(NamedTuple):

@@ -9,11 +9,14 @@ are needed first, one after the other. Barriers hold that order (`lowering.barri
 product they join one of its operands with what starts or ends there.
 """
 
+import collections
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.turns import COUNTED, Step, numbers
 from pallas_collectives.topology.chips import Chip
 
@@ -127,12 +130,10 @@ class _Turn:
         self.steps = steps
         self.works = [works[step] for step in steps]
         self.calls = {place: calls[step] for place, step in enumerate(steps) if step in calls}
-        self.makers = {n: place for place, step in enumerate(steps) for n in step.writes}
-        self.readers: dict[int, list[int]] = {}
-        for place, step in enumerate(steps):
-            for number in {*numbers(step.reads)} & self.makers.keys():
-                self.readers.setdefault(number, []).append(place)
-        self.missing = [len({*numbers(step.reads)} & self.makers.keys()) for step in steps]
+        flow = Dataflow(steps)
+        self.made = flow.makers.keys()
+        self.readers = [[flow.places[s] for s in flow.readers(step.writes)] for step in steps]
+        self.missing = collections.Counter(itertools.chain.from_iterable(self.readers))
         self.nbytes = self._sizes()
         exchanged = (n for c in self.calls for n in (*steps[c].reads, *steps[c].writes))
         self.largest = max(self.nbytes[n] for n in numbers(exchanged))
@@ -147,20 +148,17 @@ class _Turn:
         """The place of the first product that needs each step."""
         found = [math.inf] * len(self.steps)
         for place in reversed(range(len(self.steps))):
-            for reader in self._readers_of(place):
+            for reader in self.readers[place]:
                 first = reader if self.works[reader] else found[reader]
                 found[place] = min(found[place], first)
         return found
-
-    def _readers_of(self, place: int) -> Iterable[int]:
-        return (r for number in self.steps[place].writes for r in self.readers.get(number, ()))
 
     def _partner(self, place: int) -> int | None:
         """The operand of a product that barriers can join: the smallest that this turn computes.
 
         None where even that is large: XLA would not keep it but for the barrier.
         """
-        reads = [n for n in numbers(self.steps[place].reads) if n in self.makers]
+        reads = [n for n in numbers(self.steps[place].reads) if n in self.made]
         found = self.joinable(reads) if self.works[place] else ()
         return min(found, key=lambda n: self.nbytes[n]) if found else None
 
@@ -217,15 +215,15 @@ class _Run:
     def __init__(self, turn: _Turn, way: _Way) -> None:
         self._turn, self._here, self._waits = turn, way.here, {*way.waits}
         self._waitable: list[int] = []
-        self._missing = [*turn.missing]
+        self._missing = turn.missing.copy()
         self._ready: list[tuple[bool, int]] = []  # for the core: products come last; a heap
         self._waiting: list[tuple[float, int]] = []  # calls, by where they are needed: a heap
         self._flying: int | None = None
         self._last: tuple[int, ...] = ()  # what the last product made, where barriers can join it
         self._now = self._ends = 0.0  # of the core; of what is under way
         self._steps: list[Step] = []
-        for place, missing in enumerate(self._missing):
-            if not missing:
+        for place in range(len(turn.steps)):
+            if not self._missing[place]:
                 self._is_ready(place)
 
     def timetable(self) -> Timetable:
@@ -288,11 +286,10 @@ class _Run:
             self._steps.append(Step(None, distinct, distinct))
 
     def _made(self, place: int) -> None:
-        for number in self._turn.steps[place].writes:
-            for reader in self._turn.readers.get(number, ()):
-                self._missing[reader] -= 1
-                if not self._missing[reader]:
-                    self._is_ready(reader)
+        for reader in self._turn.readers[place]:
+            self._missing[reader] -= 1
+            if not self._missing[reader]:
+                self._is_ready(reader)
 
     def _is_ready(self, place: int) -> None:
         if place in self._turn.calls and place not in self._here:

@@ -118,6 +118,11 @@ class Step:
         return self.eqn is not None and exchanges(self.eqn)
 
     @property
+    def has_effects(self) -> bool:
+        """Whether it does more than make its results."""
+        return self.eqn is not None and _compat.has_effects(self.eqn)
+
+    @property
     def keeps_order(self) -> bool:
         """Whether it must stay behind those before it, whatever it reads; no collective must."""
         return self.eqn is not None and not self.exchanges and _compat.keeps_order(self.eqn)

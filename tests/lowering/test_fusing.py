@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import export, lax
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
@@ -34,7 +32,7 @@ from layers_in_kernels import (
     scattered,
     weights,
 )
-from pallas_collectives.lowering import fusing, loops, turns
+from pallas_collectives.lowering import loops, turns
 from pallas_collectives.lowering.turns import Step
 from pallas_collectives.overlap import fusion
 from pallas_collectives.tuning import overlaps
@@ -443,21 +441,3 @@ def test_kernels_compile_within_a_model(topology: str, kernels: list[str]) -> No
     run = functools.partial(loss, forward(jax.checkpoint(one), scan=True))
     text = lowered(topology, jax.grad(run)).compile().as_text()
     assert [kind for kind, (kernel, _, _) in FUSED.items() if kernel in text] == kernels
-
-
-# The order of steps -------------------------------------------------------------------------------
-
-
-@given(st.lists(st.lists(st.integers(0, 11), max_size=3), max_size=12), st.randoms())
-@settings(max_examples=200, deadline=None)
-def test_steps_come_behind_what_they_need(reads: list[list[int]], chance: Any) -> None:
-    """Whatever order they stand in; and as they stand where that is in order already."""
-    steps = [Step(None, tuple(r % (i + 1) for r in each), (i + 1,)) for i, each in enumerate(reads)]
-    assert fusing._in_order(steps) == steps
-    chance.shuffle(steps)
-    found = fusing._in_order(steps)
-    assert len(found) == len(steps)
-    made = {0}
-    for step in found:
-        assert made.issuperset(step.reads)
-        made |= {*step.writes}
