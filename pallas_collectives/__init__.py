@@ -23,8 +23,8 @@ if TYPE_CHECKING:  # the same names, for readers, editors and type checkers
     from pallas_collectives.backends.counters import fusion_counts as fusion_counts
     from pallas_collectives.backends.counters import reset_counts as reset_counts
     from pallas_collectives.backends.counters import wire_counts as wire_counts
-    from pallas_collectives.backends.overrides import OverrideReport as OverrideReport
     from pallas_collectives.backends.overrides import override_report as override_report
+    from pallas_collectives.backends.report import OverrideReport as OverrideReport
     from pallas_collectives.backends.slices import across_slices as across_slices
     from pallas_collectives.collectives import all_gather as all_gather
     from pallas_collectives.collectives import all_reduce as all_reduce
@@ -89,10 +89,8 @@ _MODULES: dict[str, tuple[str, ...]] = {
         "reset_counts",
         "wire_counts",
     ),
-    "backends.overrides": (
-        "OverrideReport",
-        "override_report",
-    ),
+    "backends.overrides": ("override_report",),
+    "backends.report": ("OverrideReport",),
     "backends.slices": ("across_slices",),
     "collectives": (
         "all_gather",
