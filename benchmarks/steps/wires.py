@@ -136,8 +136,9 @@ def _kernels(plan: KernelPlan) -> list[KernelPlan]:
     """The plans of a plan's kernels: on a SparseCore a sum is scattered by one, gathered by one."""
     if not plan.on_sparsecore or not catalogue.COLLECTIVES[plan.op].sums_everywhere:
         return [plan]
-    algorithm = (plan.algorithm or "").replace("ring", "bidirectional")
-    scatter = dataclasses.replace(plan, op="reduce_scatter", algorithm=algorithm)
+    scatters = catalogue.COLLECTIVES["reduce_scatter"].algorithms
+    alike = next(a.name for a in scatters if a.by_subcores and a.reach is plan.record.reach)
+    scatter = dataclasses.replace(plan, op="reduce_scatter", algorithm=f"{alike}:sc")
     part = plan.nbytes // plan.devices
     return [scatter, dataclasses.replace(scatter, op="all_gather", nbytes=part, shape=())]
 
