@@ -9,8 +9,8 @@ from typing import Any
 import jax
 from jax.extend import core
 
-from pallas_collectives import catalogue, validation
-from pallas_collectives.backends import canonical, choice, measured, slices, untyped, wire_ways
+from pallas_collectives import _compat, catalogue, validation
+from pallas_collectives.backends import canonical, choice, measured, slices, wire_ways
 from pallas_collectives.backends.counters import (
     calling,
     lax_name,
@@ -24,6 +24,12 @@ from pallas_collectives.errors import DtypeError, UnservedError
 from pallas_collectives.kernels.machinery import entry, launch
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
+
+# Under `check_vma=True` an array may be typed as a term of a sum over devices ("unreduced"). JAX
+# lets nothing be added to such an array, but a kernel that sums it must.
+_untyped_p = core.Primitive("pallas_untyped")
+_untyped_p.def_abstract_eval(_compat.only_varying)
+_compat.register(_untyped_p, lowering=lambda ctx, x: [x])
 
 
 def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> jax.Array:
@@ -180,7 +186,7 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
     if how.backend != "xla" and (found := validation.symbols(args)):
         rule = "a kernel's sizes must be known, and with `jax.export` some may be symbols"
         raise UnservedError(f"{lax_name(collective.name)} of {found}", rule, "leave backend=None")
-    operands = [untyped.untyped(x) for x in args]
+    operands = [_untyped(x) for x in args]
     within: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if how.backend == "pallas":
         within = entry.in_slices(functools.partial(slices.slices, axes=how.across))
@@ -189,3 +195,9 @@ def _run(op: str, how: How, *args: jax.Array, **params: Any) -> jax.Array:
         module = measured.Measured(module, how.backend)
     with within:
         return canonical.run(module, op, how, *operands, **params)
+
+
+def _untyped(x: jax.Array) -> jax.Array:
+    """x, typed as neither reduced nor unreduced."""
+    kind = _compat.manual_type(x)
+    return _untyped_p.bind(x) if kind.reduced or kind.unreduced else x
