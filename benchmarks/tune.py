@@ -26,7 +26,7 @@ from benchmarks.results import check_writable
 from benchmarks.rows import Measured
 from benchmarks.settings import MOST_RUNS, FlagError, Settings
 from pallas_collectives import catalogue
-from pallas_collectives.backends import algorithms, canonical, counters
+from pallas_collectives.backends import canonical, counters, fastest
 from pallas_collectives.backends.plans import WirePlan
 from pallas_collectives.catalogue.records import JUMPS, LINE, NEIGHBOURS, ON_SEVERAL, RING, TORUS
 from pallas_collectives.errors import (
@@ -239,7 +239,7 @@ def model(
         # for blocks of 256 KiB on a 7x 4x4x4.
         unfit: set[object] = {JUMPS} if reach.everywhere(chips.BY_NAME[chip]) else set()
         # There all axes at once alone is modelled; what has no such way goes on from fewer devices.
-        if torus not in tables.ONE_AXIS and n > algorithms.FEW_DEVICES:
+        if torus not in tables.ONE_AXIS and n > fastest.FEW_DEVICES:
             unfit |= {a.reach for a in record.algorithms} - {JUMPS, TORUS, NEIGHBOURS}
         fit = {a.name for a in record.algorithms if a.reach not in unfit}
         names = (*candidates(case.op, torus), *packed(case.op, torus))
@@ -357,7 +357,7 @@ def torus_of(mesh: Mesh) -> str:
         placement.scope(placement.of_mesh(mesh)),
     ):
         group = placement.arranged(canonical.group_of("x"))
-        return algorithms.torus_of(group, chips.current())
+        return fastest.torus_of(group, chips.current())
 
 
 def _tasks(mesh: Mesh, torus: str, iters: int) -> tuple[list[measure.Task], Settings]:

@@ -15,7 +15,7 @@ from benchmarks.cases import CASES
 from benchmarks.steps import schedule
 from pallas_collectives import catalogue, collectives, wires
 from pallas_collectives.backends import algorithms, choice, pallas
-from pallas_collectives.backends.wire_costs import error_in_words
+from pallas_collectives.backends.wire_ways import error_in_words
 from pallas_collectives.catalogue import COLLECTIVES
 from pallas_collectives.catalogue.records import (
     ON_LINE,

@@ -18,7 +18,7 @@ import harness
 import pallas_collectives as pc
 from benchmarks import replay_rows
 from benchmarks.cases import CASES
-from pallas_collectives.backends import wire_ways
+from pallas_collectives.backends import wire_choice
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError, DtypeError
 from pallas_collectives.lowering import primitives
@@ -430,7 +430,7 @@ def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     left = pc.explain("psum", **ring | {"shape": (64, 1024)}, chip="v5e", wire="auto")
     assert left.algorithm != "wire int8" and "auto leaves wire int8 out: it would" in str(left)
     assert re.search(r"would take \d+\.\d us, and \d+\.\d without", str(left))
-    assert wire_ways._no_quicker(3.24, 3.16) == "it would take 3.2 us, no less than without"
+    assert wire_choice._no_quicker(3.24, 3.16) == "it would take 3.2 us, no less than without"
     few = pc.explain("psum", 4 * MIB, devices=16, chip="v5e", wire="int8")
     assert "in place of 4194304" in few.why and few.wire.way == "ring"
     (*_, gather) = pc.explain("psum", 256 << 10, devices=4, chip="v5e", wire="int8").candidates

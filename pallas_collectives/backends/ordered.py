@@ -10,7 +10,7 @@ of data, which any backend has, stand around additions on one device:
                 all_gather of the sums, for an all_reduce
     gather      all_gather of whole operands, which everyone adds: one exchange, n times the bytes
 
-On TPUs a kernel is the gather, and `algorithms` chooses between it and the exchange by time.
+On TPUs a kernel is the gather, and `fastest` chooses between it and the exchange by time.
 """
 
 import dataclasses

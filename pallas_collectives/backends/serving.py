@@ -10,7 +10,7 @@ import jax
 from jax.extend import core
 
 from pallas_collectives import _compat, catalogue, validation
-from pallas_collectives.backends import canonical, choice, measured, slices, wire_ways
+from pallas_collectives.backends import canonical, choice, measured, slices, wire_choice
 from pallas_collectives.backends.counters import (
     calling,
     lax_name,
@@ -90,7 +90,7 @@ def _without_idle_wire(op: str, how: How, *args: jax.Array, **params: Any) -> Ho
     plain, why = dataclasses.replace(how, wire=None), ""
     if symbols := validation.symbols(args):
         why = f"sizes are symbols: {symbols}"
-    elif not wire_ways.packs(how, args[0].dtype):
+    elif not wire_choice.packs(how, args[0].dtype):
         return how  # a cast, on any engine; or no wire for that dtype, as will be counted
     elif how.backend == "nccl":
         why, _ = _kept(op, plain, *args, **params)
@@ -103,7 +103,7 @@ def _without_idle_wire(op: str, how: How, *args: jax.Array, **params: Any) -> Ho
             return plain
         why = "" if over.algorithm else over.why
     if why:
-        wire_ways.note_left_out(catalogue.primitives()[op][0].name, how.wire, why)
+        wire_choice.note_left_out(catalogue.primitives()[op][0].name, how.wire, why)
     return plain if why else how
 
 
@@ -112,10 +112,10 @@ def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool
 
     "" where lax does not keep it, nor what is packed for a wire. Without scales it casts.
     """
-    if wire_ways.packs(how, args[0].dtype):
+    if wire_choice.packs(how, args[0].dtype):
         return "", False
     name, chip = catalogue.primitives()[op][0].name, chips.current()
-    dtype = wire_ways.moved_dtype(how, args[0].dtype)
+    dtype = wire_choice.moved_dtype(how, args[0].dtype)
     brought = args[0].size * dtype.itemsize * (params["axis_size"] if name == "all_gather" else 1)
     if how.backend == "nccl":
         why = overlaps.by_xla_on_gpus(name, brought, how.awaited)

@@ -1,4 +1,4 @@
-"""Whether a call takes its wire, and in which way a sum goes over it: settled here, and counted.
+"""The ways of a collective over a wire, what each takes, and how far its result may be off.
 
 A sum has these ways over a wire with scales:
 
@@ -17,40 +17,26 @@ and a gather of terms where it is named; where no times tell, and where a draw o
 in what bits terms are quantised, it is the exchange, or the passes.
 """
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_collectives import catalogue, wires
-from pallas_collectives.annotations import DType, DTypeLike
-from pallas_collectives.backends import algorithms, counters, ordered, slices
-from pallas_collectives.backends.plans import Candidate, How, WirePlan
-from pallas_collectives.backends.wire_costs import (
-    GATHER,
-    gathers_terms,
-    off_in,
-    seconds_of_passes,
-    seconds_to_pack,
-    seconds_to_pad,
-)
+from pallas_collectives.backends import fastest, ordered, slices
+from pallas_collectives.backends.plans import Candidate, How
 from pallas_collectives.catalogue.records import TORUS
-from pallas_collectives.errors import AlgorithmError, WireError
+from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.tuning import overlaps
 from pallas_collectives.wires import Wire
 
-# From so many bytes of an operand a wire is taken where no times tell: smaller ones are latency.
-AUTO_BYTES = 2 << 20
-LINKED_BYTES = 32 << 20  # between GPUs of one host
-
 EXCHANGE = ordered.EXCHANGE.name
+GATHER = "gather"  # a way of psum's over a wire: everyone's terms are gathered, and added
 
 
 class Move(NamedTuple):
@@ -92,152 +78,10 @@ class Way(NamedTuple):
         return self.algorithm not in ("", EXCHANGE, GATHER)
 
 
-_NO_WAY = Way("", 0, 0.0, None)
+NO_WAY = Way("", 0, 0.0, None)
 
 
-def gives_way(how: How) -> bool:
-    """Whether a call has no wire, or one that may be left out where that is better for its step."""
-    return how.wire is None or how.wire.optional
-
-
-def packs(how: How, dtype: DTypeLike) -> bool:
-    """Whether numbers of a dtype may be packed for a wire; without scales it is but a cast."""
-    wire = how.wire
-    return wire is not None and wire.scaled and not wires.obstacle(wire, dtype)
-
-
-def moved_dtype(how: How, dtype: DType) -> DType:
-    """The dtype of what a call moves on any engine: its own, or that of a wire without scales."""
-    wire = how.wire
-    casts = wire is not None and not wire.scaled and not wires.obstacle(wire, dtype)
-    return jnp.dtype(wire.dtype) if wire is not None and casts else dtype
-
-
-def settled(
-    op: str,
-    x: jax.Array,
-    blocks: tuple[int, ...],
-    group: Group,
-    how: How,
-    sent_by: Callable[[str, Wire], int] | None = None,
-) -> tuple[Wire | None, How, Way]:
-    """The wire that a call takes, what is asked of the backend then, and the way; counted.
-
-    Args:
-      op: the canonical collective.
-      x: the operand.
-      blocks: how many blocks or rows are quantised, each by itself, and then the shape of one.
-      group: the devices.
-      how: the caller's wishes.
-      sent_by: for what is only moved, (algorithm, wire) -> bytes of the operand as they travel, if
-        its kernel packs; 0 if it cannot.
-
-    Raises:
-      DtypeError, WireError, AlgorithmError: a wire that was named cannot be had, or loses.
-    """
-    plain = dataclasses.replace(how, wire=None, wire_backward=None, mapped=0, once=False)
-    wire = how.wire
-    if wire is None:
-        return None, plain, _NO_WAY
-    if how.algorithm == EXCHANGE and how.order is None and wire.scaled:
-        plain = dataclasses.replace(plain, algorithm=None)  # it is a way of wires alone
-    if group.size == 1:  # nothing is sent
-        return None, plain, _NO_WAY
-    if not wire.optional:
-        wires.check(wire, x.dtype, counters.lax_name(op))
-    why = wires.obstacle(wire, x.dtype) or _unfit(op, wire, group, how)
-    if why := why or _beside(op, x, group, how):
-        note_left_out(op, wire, why)
-        return None, plain, _NO_WAY
-    found = _ways(op, x, blocks, group, how, sent_by)
-    way = _chosen(op, found, x.nbytes, how)
-    bundled_later = catalogue.COLLECTIVES[op].sums_everywhere and placement.are_settled_later()
-    if not bundled_later and (lost := _lost(op, x, way.sent, wire)):
-        note_left_out(op, wire, lost)
-        return None, plain, _NO_WAY
-    us = _plain_us(op, x.nbytes, group, how.backend)
-    if wire.optional and us is not None and way.us is not None and way.us >= us:
-        note_left_out(op, wire, _no_quicker(way.us, us))
-        return None, plain, _NO_WAY
-    if us is None and (why := _small(x, wire) or _linked(op, x, wire, how)):
-        note_left_out(op, wire, why)
-        return None, plain, _NO_WAY
-    several = found if len(found) > 1 or way.algorithm else ()
-    told = tuple(_told(op, w, way, wire, group.size, x.nbytes) for w in several)
-    counters.note(
-        WirePlan(op=op, backend=how.backend, algorithm=str(wire), wire=wire, nbytes=x.nbytes,
-                 sent=way.sent, passes_us=way.passes_us, us=us, wired_us=way.us, way=way.algorithm,
-                 requantizes=_adds(op) and way.packs, candidates=told)
-    )  # fmt: skip
-    if wire.scaled and _adds(op):
-        plain = dataclasses.replace(plain, algorithm=None)
-    return wire, plain, way
-
-
-def _no_quicker(wired_us: float, us: float) -> str:
-    """Why a wire is left out that takes as long as nothing, or longer, in a sentence."""
-    wired, plain = f"{wired_us:.1f}", f"{us:.1f}"
-    without = "no less than without" if wired == plain else f"and {plain} without"
-    return f"it would take {wired} us, {without}"
-
-
-def taken(op: str, x: jax.Array, sent: int, wire: Wire) -> Wire | None:
-    """The wire that an array takes in `sent` bytes, if any, where no table tells; counted.
-
-    Raises:
-      DtypeError, WireError: it was named and cannot be had, or loses.
-    """
-    if not wire.optional:
-        wires.check(wire, x.dtype, counters.lax_name(op))
-    if why := wires.obstacle(wire, x.dtype) or _lost(op, x, sent, wire) or _small(x, wire):
-        note_left_out(op, wire, why)
-        return None
-    told: dict[str, Any] = {"wire": wire, "nbytes": x.nbytes, "sent": sent}
-    counters.note(WirePlan(op=op, backend="", algorithm=str(wire), **told))
-    return wire
-
-
-def _lost(op: str, x: jax.Array, sent: int, wire: Wire) -> str:
-    """What a wire that takes no fewer bytes loses; "" if it gains. Raises where it was named."""
-    if sent < x.nbytes:
-        return ""
-    lost = f"with scales and padding it takes {sent} bytes in place of {x.nbytes}"
-    if not wire.optional:
-        # A sum's groups are of the flattened operand.
-        larger = "sum more numbers at a time" if _adds(op) else "make rows longer"
-        remedy = f"leave wire=None, or wire='auto' to have it left out; or {larger}"
-        raise WireError(
-            f"wire {wire} for {counters.lax_name(op)} of {x.dtype}{list(x.shape)}", lost, remedy
-        )
-    return lost
-
-
-def _small(x: jax.Array, wire: Wire) -> str:
-    """Why a wire that may be left out is, where no times tell; "" if it is taken."""
-    if wire.optional and x.nbytes < AUTO_BYTES:
-        return f"the operand is smaller than {AUTO_BYTES >> 20} MiB"
-    return ""
-
-
-def _linked(op: str, x: jax.Array, wire: Wire, how: How) -> str:
-    """Why a wire that may be left out is between GPUs of one host; "" if it is taken.
-
-    On two H200 with NVLink, 64 MiB of bfloat16, us with int8 and without: all_gather 101 and 143,
-    psum 188 and 249, psum_scatter 110 and 192, ppermute 154 and 218, all_to_all 103 and 126. On two
-    H100 at 16 MiB, by slower kernels: 50 and 56, 76 and 84, 55 and 64, 71 and 73, 53 and 49. Ragged
-    rows take XLA's passes.
-    """
-    if not wire.optional or how.backend != "nccl" or not placement.are_of_one_host(jax.devices()):
-        return ""
-    if op == "ragged_all_to_all":
-        return "between GPUs of one host the passes that quantise take longer than they save"
-    least = LINKED_BYTES * (2 if op == "all_to_all" else 1)
-    if x.nbytes < least:
-        return f"between GPUs of one host the operand is smaller than {least >> 20} MiB"
-    return ""
-
-
-def _ways(
+def ways(
     op: str,
     x: jax.Array,
     blocks: tuple[int, ...],
@@ -248,13 +92,13 @@ def _ways(
     """The ways that there are."""
     wire = how.wire
     assert wire is not None
-    sent, in_terms = 2 * x.size, _adds(op) and wire.scaled
+    sent, in_terms = 2 * x.size, adds(op) and wire.scaled
     if wire.scaled:
         cut = op != "ragged_all_to_all"
         sent = blocks[0] * wires.packed_bytes(blocks[1:], wire, cut=cut)
-    names = _once(op) if in_terms else ("",)
+    names = once(op) if in_terms else ("",)
     moved = tuple(_moved(op, name, x.nbytes, sent, group, how.backend) for name in names)
-    if not wire.scaled or _no_ring(op, group, how):
+    if not wire.scaled or no_ring(op, group, how):
         return moved
     if in_terms:
         return moved[0], *_packed_sums(op, x, blocks, group, wire), *moved[1:]
@@ -285,9 +129,9 @@ def _packed_sums(
     tiles = -(-numbers // tile)
     passes = 1e6 * seconds_to_pad(op, x.nbytes) if tiles * tile > numbers else 0.0
     rings = [
-        name for name in _rings(op, group) if name != "torus" or _fits(op, x, tiles, group, codec)
+        name for name in packing(op, group) if name != "torus" or _fits(op, x, tiles, group, codec)
     ]
-    us = algorithms.predicted_packed(op, n * tiles * tile, placement.arranged(group), rings)
+    us = fastest.predicted_packed(op, n * tiles * tile, placement.arranged(group), rings)
     sent, least = n * codec.packed_bytes(numbers), 1e6 * seconds_to_pack(op, x.size, n, wire)
     for name in rings:
         yield Way(name, sent, passes, max(us[name], least) + passes if name in us else None)
@@ -297,8 +141,8 @@ def _packed_moves(
     op: str, x: jax.Array, group: Group, wire: Wire, sent_by: Callable[[str, Wire], int]
 ) -> Iterator[Way]:
     """Those of what is only moved, whose kernels pack."""
-    rings = _rings(op, group)
-    us = algorithms.predicted_packed(op, x.size, placement.arranged(group), rings)
+    rings = packing(op, group)
+    us = fastest.predicted_packed(op, x.size, placement.arranged(group), rings)
     least = 1e6 * seconds_to_pack(op, x.size, group.size, wire)
     for name in rings:
         if sent := sent_by(name, wire):
@@ -313,11 +157,11 @@ def _fits(op: str, x: jax.Array, tiles: int, group: Group, codec: Codec) -> bool
     return torus.fits_packed(there, (tiles * rows, columns), 0, jnp.dtype(dtype), codec, **how)
 
 
-def _chosen(op: str, found: tuple[Way, ...], nbytes: int, how: How) -> Way:
+def chosen(op: str, found: tuple[Way, ...], nbytes: int, how: How) -> Way:
     """The way that is named, or the quickest of those that save bytes."""
     if how.algorithm is not None and len(found) > 1:
         named = [way for way in found if way.algorithm == how.algorithm]
-        if not named and not _adds(op):
+        if not named and not adds(op):
             return found[0]  # it moves what is packed
         if not named:
             what = f"algorithm={how.algorithm!r} over a wire"
@@ -331,25 +175,25 @@ def _chosen(op: str, found: tuple[Way, ...], nbytes: int, how: How) -> Way:
     return min(able, key=lambda way: math.inf if way.us is None else way.us)
 
 
-def _once(op: str) -> tuple[str, ...]:
+def once(op: str) -> tuple[str, ...]:
     """The ways of a sum whose terms are quantised once."""
     return (EXCHANGE, GATHER) if catalogue.COLLECTIVES[op].sums_everywhere else (EXCHANGE,)
 
 
-def _adds(op: str) -> bool:
+def adds(op: str) -> bool:
     collective = catalogue.COLLECTIVES.get(op)  # a broadcast is not one: it becomes a gather
     return collective is not None and collective.adds
 
 
-def _rings(op: str, group: Group) -> tuple[str, ...]:
+def packing(op: str, group: Group) -> tuple[str, ...]:
     """The algorithms whose kernels pack that can serve these devices."""
     there, chip = placement.arranged(group), chips.current()
     able = (a for a in catalogue.COLLECTIVES[op].algorithms if a.packed)
     able = (a for a in able if a.reach is not TORUS or there.torus)
-    return tuple(a.name for a in able if algorithms.serves(a, there, chip))
+    return tuple(a.name for a in able if a.serves(there, chip))
 
 
-def _no_ring(op: str, group: Group, how: How) -> str:
+def no_ring(op: str, group: Group, how: How) -> str:
     """Why sums over a group cannot be added on the way; "" if they can."""
     if how.backend != "pallas":
         return f"backend {how.backend!r} adds where it has all terms"
@@ -357,70 +201,12 @@ def _no_ring(op: str, group: Group, how: How) -> str:
         return "stochastic rounding and residues need terms that are quantised once"
     if slices.split(group, slices.slices(group, how.across)) is not None:
         return "the devices are in several slices"
-    if not _rings(op, group):
+    if not packing(op, group):
         return f"{chips.current().name} cannot write to all the devices that it must reach"
     return ""
 
 
-def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
-    """Why a wire cannot serve a call; "" if it can. Raises where the wire was named."""
-    if not _adds(op) or not wire.scaled:
-        return ""
-    called = counters.lax_name(op)
-    if wire.group == "row":
-        why = "a sum's scale groups are cut from the flattened operand, which has no rows"
-        if not wire.optional:
-            raise WireError(f"wire {wire} for {called}", why, "take groups of 128 or 256")
-        return why
-    once = _once(op)
-    if how.algorithm not in (None, *once):
-        rings = _rings(op, group)
-        able = " or ".join(map(repr, [*once, *rings]))
-        why = "" if how.algorithm in rings else f"over a wire with scales it is {able} here"
-        why = why or _no_ring(op, group, how)
-        if why and not wire.optional:
-            alike = GATHER if how.algorithm == "one_shot" and GATHER in once else EXCHANGE
-            remedy = f"leave algorithm=None, or name {alike!r}: it quantises each term once"
-            raise AlgorithmError(f"algorithm={how.algorithm!r} for {called}", why, remedy)
-        return why
-    if how.order is not None:
-        why = "groups have a scale together, so that bits depend on an element's neighbours"
-        if not wire.optional:
-            raise WireError(
-                f"wire {wire} for {called} with order={how.order!r}", why, "leave one out"
-            )
-        return why
-    return ""
-
-
-def _beside(op: str, x: jax.Array, group: Group, how: How) -> str:
-    """Why a call does not need its wire: what it moves is moved beside products; else "".
-
-    Kernels that pack run on the core. In `fsdp` for v6e:4x4 with int8 a step took 26.9 ms, for 19.0
-    with its gathers on a SparseCore as they are.
-    """
-    assert how.wire is not None
-    able = how.wire.optional and packs(how, x.dtype) and how.backend == "pallas"
-    if not able or not how.beside or how.awaited is not False:
-        return ""
-    chip, whole = chips.current(), catalogue.COLLECTIVES[op].result_bytes(x.nbytes, group.size)
-    if why := overlaps.by_xla(op, chip):
-        return why
-    if op == "all_gather" and overlaps.for_its_reader(whole, x.dtype, chip):
-        return ""
-    found = algorithms.decided(op, dataclasses.replace(how, wire=None), x.nbytes, group)
-    return "a SparseCore runs it beside products" if found and found.on_sparsecore else ""
-
-
-def note_left_out(op: str, wire: Wire, why: str) -> None:
-    """Counts a wire that a call does without."""
-    counters.note(WirePlan(op=op, backend="", algorithm=None, why=why, wire=wire))
-
-
-# What it takes ------------------------------------------------------------------------------------
-
-
-def _plain_us(op: str, nbytes: int, group: Group, backend: str) -> float | None:
+def plain_us(op: str, nbytes: int, group: Group, backend: str) -> float | None:
     """Microseconds of a collective without a wire; None where no table tells."""
     if backend != "pallas":
         return None
@@ -436,11 +222,11 @@ def _in_all(steps: list[float | None], passes_us: float, backend: str) -> float 
 
 def _least(op: str, block_bytes: int, group: Group) -> float | None:
     cuts = max(1, block_bytes >> 12)
-    times = algorithms.predicted(op, block_bytes, placement.arranged(group), cuts=cuts)
+    times = fastest.predicted(op, block_bytes, placement.arranged(group), cuts=cuts)
     return min(times.values(), default=None)
 
 
-def _told(op: str, way: Way, taken: Way, wire: Wire, n: int, nbytes: int) -> Candidate:
+def told(op: str, way: Way, taken: Way, wire: Wire, n: int, nbytes: int) -> Candidate:
     """A way as `explain` prints it, of an operand of so many bytes; beside the one that is taken.
 
     How far a number is off stands with that one: here only where numbers are rounded.
@@ -454,3 +240,85 @@ def _told(op: str, way: Way, taken: Way, wire: Wire, n: int, nbytes: int) -> Can
         why = "other backends have other bits" if gathers else "no table has the first way"
         said = f"{said}; taken by name alone: {why}"
     return Candidate(way.algorithm or "passes of XLA", way.us, None, said)
+
+
+def gathers_terms(n: int, way: str = "") -> bool:
+    """Whether a psum gathers its terms; of two devices the exchange does: it has no more bytes."""
+    return n == 2 or way == GATHER
+
+
+def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False, *, way: str = "") -> str:
+    """How far a result may be from the exact one, before it is rounded to the operand's dtype."""
+    if not wire.scaled:
+        return "rounded to bfloat16, 2^-9 of each number, at every hop"
+    shares = {"int8": "1/254 of the largest number of its group", "float8_e4m3fn": "1/16 of itself"}
+    half = shares.get(wire.dtype, "1/8 of itself")
+    if wire.scales != "float32" and wire.dtype == "int8":
+        half = "1/127 of the largest number of its group"
+    off = off_in(op, n, requantizes, way=way)
+    return f"each number is off by {half} at most{', ' if off else ''}{off}"
+
+
+def off_in(op: str, n: int, requantizes: bool = False, *, way: str = "") -> str:
+    """Where the numbers of a sum are rounded; "" of what is only moved."""
+    record = catalogue.COLLECTIVES.get(op)  # a broadcast is none: a gather is made of it
+    if record is None or not record.adds:
+        return ""
+    terms = f"in the sum at each of {n - 1} hops" if requantizes else f"in each of the {n} terms"
+    gathers_sums = record.sums_everywhere and (requantizes or not gathers_terms(n, way))
+    return f"{terms}{' and in their sum' if gathers_sums else ''}"
+
+
+def seconds_of_passes(op: str, nbytes: int, sent: int, n: int, way: str = "") -> float:
+    """What quantising an operand and dequantising what comes takes at the least, on the chip here.
+
+    Args:
+      op: the canonical collective.
+      nbytes: bytes of the operand.
+      sent: its bytes on the wire.
+      n: devices.
+      way: `GATHER` for a psum that gathers; else sums are by the exchange.
+    """
+    record = catalogue.COLLECTIVES[op]
+    moved_bytes = nbytes + sent  # read and written
+    if not record.adds:
+        moved_bytes += (n if "gather" in record.phases else 1) * (sent + nbytes)
+    elif not record.sums_everywhere:
+        moved_bytes += sent + nbytes // n
+    elif gathers_terms(n, way):
+        moved_bytes += n * sent + nbytes
+    else:  # terms are added, the sums quantised, and all of them dequantised
+        moved_bytes += sent + sent // n + sent + nbytes
+    return moved_bytes / chips.current().hbm_bandwidth
+
+
+def seconds_to_pack(op: str, numbers: int, n: int, wire: Wire) -> float:
+    """What kernels that pack take where the vector unit is busier than the wire, on the chip here.
+
+    The modelled times are of int8, and others differ where they take longer to convert. A third of
+    the time is what kernels wait for besides: by the replay float8_e4m3fn takes 1.3 to 1.6 times
+    what the vector unit does in sums on v4, and over two axes of v6e.
+
+    Args:
+      op: the canonical collective.
+      numbers: how many the operand has.
+      n: devices.
+      wire: with scales.
+    """
+    chip = chips.current()
+    turned, (widen, narrow) = chip.turned[0], chip.narrowed[wire.dtype]
+    pack, unpack, add = turned + narrow + 10, turned + widen + 4.5, turned + narrow + widen + 13
+    record = catalogue.COLLECTIVES[op]
+    if record.adds:
+        each = (n - 1) / n * (add + unpack if record.sums_everywhere else add) / chip.cores
+    elif "gather" in record.phases:
+        each = n * unpack / chip.cores
+    else:
+        each = pack + unpack
+    return 4 / 3 * numbers * each / chip.vector_rate
+
+
+def seconds_to_pad(op: str, nbytes: int) -> float:
+    """What a pass takes that pads a sum's operand, and, of a psum, one that cuts the result."""
+    passes = 2 if catalogue.COLLECTIVES[op].sums_everywhere else 1
+    return passes * 2 * nbytes / chips.current().hbm_bandwidth

@@ -23,7 +23,7 @@ peers' memory where that is reached (`nccl_packed`); elsewhere passes of XLA do 
 On TPUs gathers, direct exchanges and permutes of whole tiles are packed and unpacked in their
 kernels instead: other bits, within the same bound. Sums can be added on the way, round a ring,
 along a line or over a torus, with the bytes of a ring: they are rounded at every hop, and a psum is
-one kernel. Whether a wire is used, and in which of these ways, is settled in `wire_ways`, and
+one kernel. Whether a wire is used, and in which of these ways, is settled in `wire_choice`, and
 counted (`wire_counts`).
 """
 
@@ -45,8 +45,8 @@ from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import How
-from pallas_collectives.backends.wire_costs import gathers_terms
-from pallas_collectives.backends.wire_ways import Move, settled
+from pallas_collectives.backends.wire_choice import settled
+from pallas_collectives.backends.wire_ways import Move, gathers_terms
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 
 from pallas_collectives import catalogue
 from pallas_collectives.annotations import AnyMesh, DType
-from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, wire_costs
+from pallas_collectives.backends import canonical, choice, counters, fastest, serving, wire_ways
 from pallas_collectives.backends import slices as hierarchy
 from pallas_collectives.backends.plans import UNFUSED, How, KernelPlan, Plan, ProductPlan, WirePlan
 from pallas_collectives.backends.plans import Candidate as Candidate
@@ -254,7 +254,7 @@ def _planned(
 
 def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explanation:
     chip = chips.current()
-    about, torus = (op, nbytes, group.size, chip.name), algorithms.torus_of(group, chip)
+    about, torus = (op, nbytes, group.size, chip.name), fastest.torus_of(group, chip)
     if by_lax := [plan for plan in plans if plan.backend == "xla" and plan.why]:
         return Explanation(*about, torus, LAX, by_lax[0].why, ())
     over = next((plan for plan in plans if isinstance(plan, WirePlan)), None)
@@ -303,7 +303,7 @@ def _why(op: str, step: KernelPlan, over: WirePlan | None) -> str:
 def _over_wire(plan: WirePlan, devices: int) -> str:
     """Bytes, time and error of a collective over a wire, in a sentence."""
     share = f"{plan.sent} bytes in place of {plan.nbytes} ({100 * plan.sent / plan.nbytes:.1f}%)"
-    error = wire_costs.error_in_words(plan.op, plan.wire, devices, plan.requantizes, way=plan.way)
+    error = wire_ways.error_in_words(plan.op, plan.wire, devices, plan.requantizes, way=plan.way)
     if plan.us is None or plan.wired_us is None:
         taken = (
             f"auto takes {plan.wire}, since the operand is large: " if plan.wire.optional else ""
@@ -382,7 +382,7 @@ def _product(
             _bytes(x),
             group.size,
             chip.name,
-            algorithms.torus_of(lies, chip),
+            fastest.torus_of(lies, chip),
             str(plan.algorithm),
             plan.why,
             plan.candidates,

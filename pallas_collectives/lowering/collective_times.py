@@ -6,12 +6,12 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.backends import (
-    algorithms,
     canonical,
     counters,
+    fastest,
     nccl_products,
     serving,
-    wire_ways,
+    wire_choice,
 )
 from pallas_collectives.backends.plans import UNSERVABLE, WirePlan
 from pallas_collectives.kernels import matmul_plan
@@ -26,7 +26,7 @@ def under_way(step: Step, chip: chips.Chip) -> float:
     """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
     assert step.eqn is not None
     brought = turns.type_of(step.eqn.outvars[0])
-    dtype = wire_ways.moved_dtype(step.eqn.params["how"], brought.dtype)
+    dtype = wire_choice.moved_dtype(step.eqn.params["how"], brought.dtype)
     if step.how and overlaps.for_its_reader(brought.size * dtype.itemsize, dtype, chip):
         return 0.0
     if overlaps.by_xla(turns.collective_of(step.eqn), chip):
@@ -73,7 +73,7 @@ def wired(step: Step) -> WirePlan | None:
     assert step.eqn is not None
     how = dataclasses.replace(step.eqn.params["how"], awaited=True)
     types = [turns.type_of(v) for v in step.eqn.invars]
-    if not wire_ways.packs(how, types[0].dtype):
+    if not wire_choice.packs(how, types[0].dtype):
         return None
     params = {k: v for k, v in step.eqn.params.items() if k != "how"}
     op = step.eqn.primitive.name.removeprefix("pallas_")
@@ -106,7 +106,7 @@ def longer_in_two(total: Step) -> float | None:
         return nccl_products.CALL
     nbytes = operand.size * operand.dtype.itemsize
     sizes = {"reduce_scatter": nbytes, "all_gather": nbytes // devices.size, "all_reduce": nbytes}
-    found = (algorithms.decided(op, how, size, devices) for op, size in sizes.items())
+    found = (fastest.decided(op, how, size, devices) for op, size in sizes.items())
     times = [decision.us for decision in found if decision and decision.us]
     if len(times) < len(sizes):
         return None
@@ -119,18 +119,18 @@ def leave_out(step: Step, why: str) -> None:
     assert step.eqn is not None
     op = turns.collective_of(step.eqn)
     with counters.calling(counters.lax_name(op)):
-        wire_ways.note_left_out(op, step.eqn.params["how"].wire, why)
+        wire_choice.note_left_out(op, step.eqn.params["how"].wire, why)
 
 
-def _decided(step: Step, **wishes: Any) -> algorithms.Decision | None:
+def _decided(step: Step, **wishes: Any) -> fastest.Decision | None:
     """What would serve a collective, with some fields of its `How` others; None if lax must."""
     assert step.eqn is not None
     params, operand = step.eqn.params, turns.type_of(step.eqn.invars[0])
     op, how = turns.collective_of(step.eqn), dataclasses.replace(params["how"], **wishes)
-    if not wire_ways.gives_way(how):
+    if not wire_choice.gives_way(how):
         return None
-    nbytes = operand.size * wire_ways.moved_dtype(how, operand.dtype).itemsize
-    return algorithms.decided(op, how, nbytes, group(step.eqn))
+    nbytes = operand.size * wire_choice.moved_dtype(how, operand.dtype).itemsize
+    return fastest.decided(op, how, nbytes, group(step.eqn))
 
 
 def group(eqn: JaxprEqn) -> Group:

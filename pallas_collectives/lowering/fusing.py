@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn
 
 from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DType
-from pallas_collectives.backends import wire_ways
+from pallas_collectives.backends import wire_choice
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import collective_times, turns
 from pallas_collectives.lowering.dataflow import Dataflow
@@ -177,7 +177,7 @@ class _Turn:
         (x, *_), name = _types(eqn), eqn.primitive.name
         if eqn.params.get("axis_index_groups") or not eqn.params.get("tiled", True):
             return 0.0
-        if wire_ways.moved_dtype(eqn.params["how"], x.dtype) != x.dtype:
+        if wire_choice.moved_dtype(eqn.params["how"], x.dtype) != x.dtype:
             return 0.0  # a cast: no kernel has it
         if name in _DIMENSIONS:
             return (self._gathered if name == _GATHER else self._scattered)(collective, eqn)
@@ -280,7 +280,7 @@ def _kernel(
 def _packs(collective: Step) -> bool:
     """Whether it has a wire for which its numbers would be packed, as far as GPUs' plans tell."""
     assert collective.eqn is not None
-    return wire_ways.packs(collective.eqn.params["how"], _types(collective.eqn)[0].dtype)
+    return wire_choice.packs(collective.eqn.params["how"], _types(collective.eqn)[0].dtype)
 
 
 def _types(eqn: JaxprEqn) -> tuple[Any, ...]:

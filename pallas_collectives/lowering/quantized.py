@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 from pallas_collectives import _compat, validation, wires
-from pallas_collectives.backends import wire_ways, wired
+from pallas_collectives.backends import wire_choice, wired
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.errors import CollectiveError, WireError
@@ -193,12 +193,12 @@ def broadcast(x: jax.Array, wire: Wire | None, move: Move, derivative: Move) -> 
     may go over a wire of its own.
 
     Raises:
-      DtypeError, WireError: as `wire_ways.taken`.
+      DtypeError, WireError: as `wire_choice.taken`.
     """
     if wire is None or not x.size:
         return move(x)
     rows = x if x.ndim else x[None]
-    taken = wire_ways.taken("pbroadcast", x, wires.packed_bytes(rows.shape, wire), wire)
+    taken = wire_choice.taken("pbroadcast", x, wires.packed_bytes(rows.shape, wire), wire)
     if taken is None:
         return move(x)
     if not wire.scaled:

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn
 
 from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval
-from pallas_collectives.backends import wire_ways
+from pallas_collectives.backends import wire_choice
 from pallas_collectives.backends.plans import MAY_BE_AHEAD, How
 from pallas_collectives.lowering import barrier
 from pallas_collectives.topology import chips
@@ -195,7 +195,7 @@ def _awaited(eqn: JaxprEqn) -> bool:
     if len(eqn.invars) != 1 or not any(eqn.primitive.name in _twins_of(op) for op in _EXCHANGES):
         return False
     how: How = eqn.params["how"]
-    able = how.ahead == MAY_BE_AHEAD and _by_name(eqn) and wire_ways.gives_way(how)
+    able = how.ahead == MAY_BE_AHEAD and _by_name(eqn) and wire_choice.gives_way(how)
     return able and how.awaited is True
 
 
@@ -203,7 +203,7 @@ def _fuses(eqn: JaxprEqn) -> bool:
     if not any(eqn.primitive.name in _twins_of(op) for op in _EXCHANGES):
         return False
     how: How = eqn.params["how"]
-    able = how.fuses and _by_name(eqn) and wire_ways.gives_way(how)
+    able = how.fuses and _by_name(eqn) and wire_choice.gives_way(how)
     return able and how.awaited is True
 
 

@@ -28,7 +28,7 @@ from jax import lax
 from jax.lax import PrecisionLike
 
 from pallas_collectives.annotations import DTypeLike
-from pallas_collectives.backends import algorithms, canonical, nccl_products, slices
+from pallas_collectives.backends import canonical, fastest, nccl_products, slices
 from pallas_collectives.backends.pallas import products
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import (
@@ -169,7 +169,7 @@ def as_devices_lie(plan: ProductPlan, spec: Spec) -> ProductPlan:
     if slices.split(group, slices.slices(group, spec.how.across)) is not None:
         return refused(plan.op, spec, _SEVERAL_SLICES)
     try:
-        algorithms.check_ring(plan.op, placement.arranged(group))
+        placement.check_ring(plan.op, placement.arranged(group))
     except ReachError as error:
         return refused(plan.op, spec, str(error))
     return plan
@@ -274,7 +274,7 @@ def _alone(op: str, spec: Spec, group: Group, block_bytes: int) -> float:
     collective, blocks = ("all_gather", 1) if op == GATHER else ("reduce_scatter", group.size)
     how = dataclasses.replace(spec.how, algorithm=None, beside=False)
     in_mesh = canonical.group_of(spec.axis_name)
-    found = algorithms.decided(collective, how, blocks * block_bytes, in_mesh)
+    found = fastest.decided(collective, how, blocks * block_bytes, in_mesh)
     wire = matmul_plan.wire_seconds(group, block_bytes)
     if not found or found.us is None or chips.current() is chips.SIMULATED:
         return wire  # of a simulated device the table has another chip's times

@@ -17,7 +17,7 @@ from jax.extend import core
 
 from pallas_collectives import _compat, validation
 from pallas_collectives.annotations import Interpret, Ref
-from pallas_collectives.backends import algorithms, canonical, choice
+from pallas_collectives.backends import canonical, choice
 from pallas_collectives.errors import BackendError, CollectiveError, DtypeError
 from pallas_collectives.kernels import tiled
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
@@ -175,7 +175,7 @@ def produce_and_scatter(
 def _group(name: str, axis_name: AxisName) -> Group:
     """The devices; raises where the chip cannot go round a ring of them."""
     group = placement.arranged(canonical.group_of(axis_name))
-    algorithms.check_ring(name, group)
+    placement.check_ring(name, group)
     return group
 
 

@@ -20,7 +20,14 @@ from jax.typing import DTypeLike
 from pallas_collectives import _compat, catalogue, collectives, validation
 from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.backends import algorithms, canonical, choice, counters, serving, slices
+from pallas_collectives.backends import (
+    canonical,
+    choice,
+    counters,
+    fastest,
+    serving,
+    slices,
+)
 from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, ProductPlan
 from pallas_collectives.collectives import LAX
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError, VmemError
@@ -227,7 +234,7 @@ def _as_devices_lie(
         return _refused(spec, "the devices lie in several slices")
     group = placement.arranged(group)
     gather = catalogue.COLLECTIVES["all_reduce"].algorithm(_GATHER)
-    if gather is None or not algorithms.serves(gather, group, chip):
+    if gather is None or not gather.serves(group, chip):
         return _refused(spec, f"{chip.name} cannot write to all the devices that it would have to")
     tiles = _Tiles.of(x, residual)
     kept = (group.size + 2) * tiles.nbytes(x.dtype) + 2 * tiles.nbytes(residual.dtype)
@@ -243,7 +250,7 @@ def _pays(
 ) -> bool:
     """Whether the gather takes no longer than the quickest sum and the passes that it saves."""
     nbytes = _Tiles.of(x, residual).nbytes(x.dtype)
-    sums = algorithms.predicted("all_reduce", nbytes, group, cuts=nbytes // (group.size << 12))
+    sums = fastest.predicted("all_reduce", nbytes, group, cuts=nbytes // (group.size << 12))
     gathered = [us for name, us in sums.items() if name.partition(":")[0] == _GATHER]
     x_bytes, residual_bytes = (math.prod(a.shape) * a.dtype.itemsize for a in (x, residual))
     passes = seconds_of_passes(x_bytes, residual_bytes, chips.current())

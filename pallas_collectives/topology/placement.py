@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.errors import BackendError, UnservedError
+from pallas_collectives.errors import BackendError, ReachError, UnservedError
 from pallas_collectives.topology import chips, reach, ring_orders, torus_axes
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.ring_orders import Place, Torus
@@ -226,6 +226,22 @@ def reaches(pairs: reach.Pairs, group: Group, chip: chips.Chip) -> bool:
     if reach.everywhere(chip) or are_settled_later():
         return True
     return reach.all_reach(chip, *lying(group, chip), pairs)
+
+
+def check_ring(what: str, group: Group) -> None:
+    """Raises ReachError for a kernel round a ring that the chip's devices cannot go round."""
+    chip = chips.current()
+    if not reaches(reach.ring(group), group, chip):
+        raise unreachable(f"{what} over {group.size} devices as they are placed", chip)
+
+
+def unreachable(what: str, chip: chips.Chip) -> ReachError:
+    """The error for devices that cannot write to one another."""
+    return ReachError(
+        what,
+        f"{chip.name} writes to devices at power-of-two offsets along one torus axis only",
+        "leave backend and algorithm unset: another algorithm, or lax, then serves",
+    )
 
 
 def nearest(group: Group) -> reach.Pattern:

@@ -10,7 +10,7 @@ import pytest
 import harness
 import pallas_collectives as pc
 from pallas_collectives import wires
-from pallas_collectives.backends import wire_ways
+from pallas_collectives.backends import wire_choice
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError, WireError
 from pallas_collectives.wires import Wire
 from wired_calls import BY_XLA, data, moves, run, sums
@@ -161,8 +161,8 @@ def test_between_gpus_of_one_process_auto_takes_wires_where_they_gain(
         blocks = pc.all_to_all(x, "x", 0, 0, tiled=True, **how)
         return pc.all_gather(x, "x", **how).sum(), pc.psum(x, "x", **how).sum(), blocks.sum()
 
-    for least, taken in ((wire_ways.LINKED_BYTES, False), (4 << 20, True)):
-        monkeypatch.setattr(wire_ways, "LINKED_BYTES", least)
+    for least, taken in ((wire_choice.LINKED_BYTES, False), (4 << 20, True)):
+        monkeypatch.setattr(wire_choice, "LINKED_BYTES", least)
         pc.reset_counts()
         run(lambda x: program(x), np.zeros((2, 1 << 10, 1 << 11), np.float32), n=2)
         told = {op: (wire, why) for op, wire, why in pc.wire_counts()}

@@ -11,7 +11,7 @@ import harness
 import pallas_collectives as pc
 from benchmarks import replay_rows
 from pallas_collectives import catalogue, explanation
-from pallas_collectives.backends import algorithms, canonical, counters
+from pallas_collectives.backends import canonical, counters, fastest
 from pallas_collectives.replay import Machine
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.tuning import overlaps
@@ -69,7 +69,7 @@ def test_explain_gives_the_reason_by_which_it_was_decided(op, pod, axes):
             block = record.block_bytes(nbytes, group.size)
             chip = chips.current()
             of = record.name, block, group.size, chip
-            names = algorithms.reachable(record.name, group, chip, cuts=max(1, block >> 12))
+            names = fastest.reachable(record.name, group, chip, cuts=max(1, block >> 12))
             there, here = (
                 min((p.us for p in predict(*of, chosen, said.torus).values()), default=None)
                 for chosen in ([name for name in names if name in able], names)

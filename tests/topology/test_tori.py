@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_collectives.backends import algorithms
+from pallas_collectives.backends.fastest import reachable, torus_of
 from pallas_collectives.replay import Machine
 from pallas_collectives.topology import chips, placement, torus_axes
 from pallas_collectives.topology.groups import Group
@@ -85,7 +85,7 @@ def test_when_all_axes_are_chosen(name: str, op: str, nbytes: int, chosen: bool)
             placement.arranged(Group(tuple(sizes), tuple(sizes.values()))),
             chips.current(),
         )
-        reach = algorithms.reachable(op, group, chip, cuts=512)
-        on = algorithms.torus_of(group, chip)
+        reach = reachable(op, group, chip, cuts=512)
+        on = torus_of(group, chip)
         best = fastest(op, nbytes, group.size, chip, reach, on)
     assert (best.partition(":")[0] == "torus") == chosen

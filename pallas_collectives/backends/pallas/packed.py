@@ -15,13 +15,13 @@ import jax.numpy as jnp
 
 from pallas_collectives import catalogue
 from pallas_collectives.annotations import DType
-from pallas_collectives.backends import algorithms
+from pallas_collectives.backends import algorithms, fastest
 from pallas_collectives.backends.plans import How
 from pallas_collectives.catalogue.records import Kernel
 from pallas_collectives.kernels.machinery.blocks import sublanes, whole_shape
 from pallas_collectives.kernels.machinery.codec import ROWS, Codec
 from pallas_collectives.kernels.torus import sections
-from pallas_collectives.topology import placement
+from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
@@ -115,9 +115,17 @@ def permute_bytes(
 ) -> int:
     """Bytes that a permute sends; 0 if no kernel packs it."""
     seen, group = _in_rows(x.shape, x.dtype, wire), placement.arranged(group)
-    able = algorithms.permuting(group, perm)
+    able = _permuting(group, perm)
     sent_bytes = Kernel("ppermute_packed", "sent_bytes")
     return sent_bytes(seen, Codec(wire)) if seen and name in able else 0
+
+
+def _permuting(group: Group, perm: Sequence[tuple[int, int]]) -> tuple[str, ...]:
+    """The algorithms that can serve a permutation."""
+    if not placement.reaches(perm, group, chips.current()):
+        return ()
+    able = catalogue.COLLECTIVES["ppermute"].algorithms
+    return tuple(a.name for a in able if not a.shifts_alone or fastest.is_shift(group, perm))
 
 
 # Launches; `how` names the algorithm.
