@@ -316,7 +316,8 @@ def is_traced(x: object) -> bool:
 PARTS = frozenset(
     {
         *("slice", "dynamic_slice", "squeeze", "split", "unstack", "reshape", "transpose"),
-        *("copy", "convert_element_type", "broadcast_in_dim", "pvary", "optimization_barrier"),
+        *("copy", "convert_element_type", "broadcast_in_dim", "pvary"),
+        *("optimization_barrier", "layout_constraint"),
     }
 )
 

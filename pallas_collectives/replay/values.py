@@ -192,6 +192,7 @@ IDENTITY = frozenset(
         "pvary",
         "reduce_precision",
         "optimization_barrier",
+        "layout_constraint",
         "pallas_plain_result",
         "with_memory_space_constraint",
     }

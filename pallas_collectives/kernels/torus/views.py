@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_collectives.annotations import DType
 from pallas_collectives.kernels.machinery.blocks import LANES
@@ -75,9 +76,16 @@ class View:
             *before, rows, columns = shape
             high = _high(rows)
             tiles = y.reshape(*before, rows // high, columns // LANES, high, LANES)
-            y = jnp.swapaxes(tiles, -3, -2).reshape(shape)
-            y = lax.optimization_barrier(y)  # or XLA copies what a backward pass adds, twice
+            # Or XLA swaps in memory what a backward pass reads twice, and copies what it adds.
+            y = _as_they_lie(jnp.swapaxes(tiles, -3, -2)).reshape(shape)
+            y = lax.optimization_barrier(y)
         return y.reshape(shape)
+
+
+def _as_they_lie(rows: jax.Array) -> jax.Array:
+    """Rows across tiles, (..., tiles, rows, columns of tiles, lanes), each tile in one place."""
+    *before, of_tiles, of_columns, lanes = range(rows.ndim)
+    return with_layout_constraint(rows, Layout((*before, of_columns, of_tiles, lanes)))
 
 
 def _high(rows: int) -> int:
