@@ -66,7 +66,7 @@ MOST_OPERAND_BYTES = 128 << 20
 # Bytes of the full array, where they are measured.
 FULL_BYTES = tuple(64 << 10 << 3 * i for i in range(5))
 DTYPE = "float32"
-WIRE = "int8"  # of what is packed; where float8 takes longer, `wire_costs.seconds_to_pack` says so
+WIRE = "int8"  # of what is packed; where float8 takes longer, `wire_ways.seconds_to_pack` says so
 
 
 def main(argv: Sequence[str]) -> int:

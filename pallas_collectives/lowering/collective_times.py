@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+import jax
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.backends import (
@@ -17,7 +18,7 @@ from pallas_collectives.backends.plans import UNSERVABLE, WirePlan
 from pallas_collectives.kernels import matmul_plan
 from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.turns import Step
-from pallas_collectives.topology import chips
+from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.tuning import overlaps
 
@@ -97,13 +98,14 @@ def saved_by_wire(step: Step) -> float:
 def longer_in_two(total: Step) -> float | None:
     """The seconds that a scatter and a gather take longer on the core than their psum (modelled).
 
-    None where lax must serve any of them. On GPUs the bytes are a psum's, in one call more.
+    None where lax must serve any of them. On GPUs of one host the bytes are a psum's round a ring,
+    in one call more; of several, products and a scatter run apart.
     """
     assert total.eqn is not None
     operand, devices = turns.type_of(total.eqn.invars[0]), group(total.eqn)
     how = dataclasses.replace(total.eqn.params["how"], wire=None, algorithm=None, beside=False)
     if how.backend == "nccl":
-        return nccl_products.CALL
+        return nccl_products.CALL if placement.are_of_one_host(jax.devices()) else None
     nbytes = operand.size * operand.dtype.itemsize
     sizes = {"reduce_scatter": nbytes, "all_gather": nbytes // devices.size, "all_reduce": nbytes}
     found = (fastest.decided(op, how, size, devices) for op, size in sizes.items())

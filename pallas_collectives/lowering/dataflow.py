@@ -1,9 +1,11 @@
 """Which step of a turn makes each value and which read it, and what is made of what through them.
 
 A barrier joins values: each of its results waits for all that it takes, so all are its `ancestors`,
-but only one of them is its `origin`.
+but only one of them is where it has its origin.
 """
 
+import functools
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 
 from pallas_collectives.lowering.turns import Step, numbers
@@ -55,15 +57,16 @@ class Dataflow:
 
         return _reached(values, read)
 
-    def origin(self, value: int) -> int:
-        """The first value that steps have handed on, one after the other, as this one."""
-        while (maker := self.makers.get(value)) and maker.hands_on:
-            each = len(maker.writes) == len(maker.reads)  # as a barrier does
-            read = maker.reads[maker.writes.index(value) if each else 0]
-            if not isinstance(read, int):
-                break
-            value = read
-        return value
+    @functools.cached_property
+    def origins(self) -> dict[int, int]:
+        """Value -> the first that steps have handed on, one after the other, as this one."""
+        found: dict[int, int] = {}
+        for step in filter(lambda step: step.hands_on, self.places):
+            each = len(step.writes) == len(step.reads)  # as a barrier does
+            reads = step.reads if each else step.reads[:1] * len(step.writes)
+            pairs = zip(step.writes, reads, strict=True)
+            found |= {made: found.get(x, x) for made, x in pairs if isinstance(x, int)}
+        return found
 
     def replace(self, others: Sequence[Step], by: Iterable[Step]) -> None:
         """Puts steps in place of others, the first of which has their place."""
@@ -77,13 +80,17 @@ class Dataflow:
 
     def in_order(self) -> list[Step]:
         """The steps, each behind those that it needs, and otherwise by their places."""
-        waiting, missing = self.by_place(self.places), {*self.makers}
-        found = []
-        while waiting:
-            step = next(s for s in waiting if missing.isdisjoint(numbers(s.reads)))
-            waiting.remove(step)
-            missing -= {*step.writes}
-            found.append(step)
+        steps = self.by_place(self.places)
+        order = {step: number for number, step in enumerate(steps)}
+        made = {value for step in steps for value in step.writes}
+        missing = [len(made.intersection(numbers(step.reads))) for step in steps]
+        ready, found = [number for number, count in enumerate(missing) if not count], []
+        while ready:
+            found.append(steps[heapq.heappop(ready)])
+            for number in (order[s] for x in found[-1].writes for s in self._readers.get(x, ())):
+                missing[number] -= 1
+                if not missing[number]:
+                    heapq.heappush(ready, number)
         return found
 
     def _add(self, step: Step, place: int) -> None:

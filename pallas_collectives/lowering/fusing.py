@@ -100,14 +100,17 @@ class FusedSteps(NamedTuple):
     unwired: list[Step]
 
 
-def fused(steps: Sequence[Step], results: Sequence[Any]) -> FusedSteps | None:
+def fused(
+    steps: Sequence[Step], results: Sequence[Any], carry: Sequence[Any] = ()
+) -> FusedSteps | None:
     """A turn with kernels in place of the pairs that are quicker so; None where no pair is.
 
     Args:
       steps: in the program's order.
       results: what the turn hands on.
+      carry: those among them that the next turn computes with.
     """
-    turn, saves = _Turn(steps, results), {}
+    turn, saves = _Turn(steps, results, carry), {}
     for step in steps:
         if step.fuses and (saved := turn.fuse(step)):
             saves[step] = saved
@@ -165,9 +168,9 @@ def weights_of(step: Step) -> int | None:
 class _Turn:
     """Steps, some of them in kernels."""
 
-    def __init__(self, steps: Sequence[Step], results: Sequence[Any]) -> None:
+    def __init__(self, steps: Sequence[Step], results: Sequence[Any], carry: Sequence[Any]) -> None:
         self.flow = Dataflow(steps)
-        self._results = {*numbers(results)}
+        self._results, self._carry = {*numbers(results)}, {*numbers(carry)}
         self._count = 1 + max(self.flow.makers, default=0)
 
     def fuse(self, collective: Step) -> float:
@@ -212,7 +215,12 @@ class _Turn:
         return self._multiplied(self._terms(scatter.reads[0]), scatter, scatter)
 
     def _summed(self, total: Step, eqn: JaxprEqn) -> float:
-        """A scatter with its products in one kernel, and a gather, in place of a sum."""
+        """A scatter with its products in one kernel, and a gather, in place of a sum.
+
+        GPUs run sums beside compute, as of gradients: there it must be what products wait for.
+        """
+        if eqn.params["how"].backend == "nccl" and not self._feeds_products(total):
+            return 0.0
         (*rows, _), devices = _types(eqn)[0].shape or (0,), collective_times.group(eqn).size
         axis = next((axis for axis, size in enumerate(rows) if size % devices == 0), None)
         terms = self._terms(total.reads[0]) if len(eqn.invars) == 1 else []
@@ -243,6 +251,12 @@ class _Turn:
         fused = Step(made, reads, scatter.writes, scatter.within)
         self.flow.replace([total, *terms], [fused, *behind])
         return kernel.saves - longer
+
+    def _feeds_products(self, step: Step) -> bool:
+        """Whether products of this turn, or the next one, need what a step makes."""
+        made = {*self.flow.descendants(step.writes)}
+        reads = self.flow.readers(made)
+        return bool(made & self._carry) or any(s.multiplies or s.is_opaque for s in reads)
 
     def _terms(self, total: int) -> list[Step]:
         """The products, and additions of two of them, that make a value and nothing else.

@@ -95,7 +95,7 @@ class Loop:
     def fused(self) -> "Fused | None":
         """The same with products in one kernel with tokens' exchanges; None where it is no shorter.
 
-        So it is where XLA hides more of them beside products by itself than kernels do, and where
+        So it is where XLA for TPUs hides more of them beside products than kernels do, and where
         it puts gathers of weights into fusions with products, which kernels are not: by `step`,
         `fsdp_tensor` with its gradient for v5e:4x4 took 82.4 ms with kernels, for 81.7. Nor do
         kernels have v4's CMEM, as XLA's products do: 145.4, for 144.6.
@@ -106,7 +106,7 @@ class Loop:
             return None
         if any(step.keeps_order or (in_fusions and step.how) for step in self.steps):
             return None
-        found = fusing.fused(self.steps, self.results)
+        found = fusing.fused(self.steps, self.results, self.results[: len(self.carry)])
         if not found:
             return None
         loop = dataclasses.replace(self, steps=found.steps)
@@ -265,10 +265,10 @@ def _with_tokens(steps: Sequence[Step], carry: Iterable[int]) -> list[Step]:
     While a turn is traced, that is an operand like weights (`choice.asked`). Weights it is where a
     product takes it for that, as where a loop's turns are steps of training.
     """
-    flow, handed, found = Dataflow(steps), {*carry}, []
-    weights = {flow.origin(w) for w in map(fusing.weights_of, steps) if w is not None}
+    origins, handed, found = Dataflow(steps).origins, {*carry}, []
+    weights = {origins.get(w, w) for w in map(fusing.weights_of, steps) if w is not None}
     for step in steps:
-        first = [flow.origin(x) for x in numbers(step.reads[:1])]  # others may be places
+        first = [origins.get(x, x) for x in numbers(step.reads[:1])]  # others may be places
         tokens = not handed.isdisjoint(first) and weights.isdisjoint(step.writes)
         found.append(turns.awaiting(step) if tokens else step)
     return found

@@ -83,8 +83,9 @@ def scope(places: Places | None, platforms: Sequence[str] = ()) -> Iterator[None
 
 
 def check_simulated(what: str) -> None:
-    """Raises UnservedError if a program with a simulated kernel is lowered for no CPU."""
-    if (platforms := _platforms.get()) and "cpu" not in platforms:
+    """Raises UnservedError if a program with a simulated kernel is not lowered for CPUs alone."""
+    platforms = _platforms.get()
+    if {*platforms} - {"cpu"}:
         raise UnservedError(
             f"{what} for {', '.join(platforms)}",
             "kernels for a mesh of CPU devices, or of none, are simulated, which only CPUs can run",

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax import lax
 
 from pallas_collectives.lowering.dataflow import Dataflow
-from pallas_collectives.lowering.turns import Step, Value
+from pallas_collectives.lowering.turns import Flat, Step, Value
 
 
 def barrier(reads: tuple[Any, ...], writes: tuple[int, ...]) -> Step:
@@ -34,18 +37,39 @@ def test_what_a_value_is_made_of_is_found_through_those_asked_for() -> None:
 
 
 def test_the_origin_of_a_value_is_what_it_was_in_front_of_barriers() -> None:
-    assert [TURN.origin(value) for value in (6, 7, 1, 8)] == [1, 2, 1, 8]
-    assert Dataflow([barrier((Value(0.0), 1), (2, 3))]).origin(2) == 2, (
-        "of a constant there is none"
-    )
+    origins = TURN.origins
+    assert [origins.get(value) for value in (6, 7, 1, 8)] == [1, 2, None, None]
+    assert 2 not in Dataflow([barrier((Value(0.0), 1), (2, 3))]).origins, "of a constant"
+
+
+def equations(fn: Any, *args: Any) -> list[Step]:
+    """A function's equations as steps, its arguments and values numbered."""
+    closed = jax.make_jaxpr(fn)(*args)
+    flat = Flat()
+    flat.add(closed, flat.numbers(len(closed.jaxpr.invars)))
+    return flat.steps
+
+
+def test_parts_have_the_origin_of_the_whole_and_sums_their_own() -> None:
+    split, added = equations(lambda x: jnp.negative(lax.split(x, (1, 2))[1]), jnp.ones(3))
+    origins = Dataflow([split, added]).origins
+    assert len(split.writes) == 2 and {origins[part] for part in split.writes} == {*split.reads}
+    assert added.writes[0] not in origins
 
 
 def test_steps_in_place_of_others_stand_where_the_first_stood() -> None:
-    """But behind those that they need."""
+    alone = [barrier((value,), (value + 10,)) for value in (1, 2, 3)]
+    turn = Dataflow(alone)
+    both = barrier((1,), (11,)), barrier((3,), (13,))
+    turn.replace([alone[0], alone[2]], both)
+    assert turn.in_order() == [*both, alone[1]]
+    assert turn.readers([1, 3]) == [*both] and turn.makers[13] is both[1]
+
+
+def test_a_step_in_place_of_others_stands_behind_what_it_needs() -> None:
     turn = Dataflow([FIRST, SECOND, BOTH])
     one = barrier((1, 5), (6, 7))
     turn.replace([FIRST, BOTH], [one])
-    assert turn.readers([1, 5]) == [one] and turn.makers[7] is one
     turn.replace([SECOND], [barrier((2,), (5,))])
     assert turn.in_order()[1] is one and len(turn.in_order()) == 2
 

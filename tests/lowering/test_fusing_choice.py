@@ -6,11 +6,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from jax.extend import core
+from jax.sharding import PartitionSpec as P
 
 import harness
+import nccl_host
 import pallas_collectives as pc
 from layers_in_kernels import Arrays, Layer, forward, gathered, lowered, one, scattered
+from pallas_collectives.backends import choice
 from pallas_collectives.lowering import ahead, collective_times, loops
+from pallas_collectives.topology import placement
 
 
 def turns_chosen(monkeypatch: pytest.MonkeyPatch, topology: str, layer: Layer, **how: Any) -> str:
@@ -66,3 +71,58 @@ def test_a_wire_is_taken_where_it_saves_more(
     whys = {why for _, _, why in pc.wire_counts()}
     said = "in one kernel with its product it takes less time"
     assert (said in whys) == (chosen == "kernels")
+
+
+TOKENS, UP, DOWN = (2, 4096, 4096), (4096, 16384), (16384, 4096)
+
+
+def awaited(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+    """Products wait for the sum."""
+    return lax.psum(jnp.tanh(x @ up) @ down, "x") @ up
+
+
+def in_turns(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+    """Those of the next turn do."""
+    layer = lambda x, _: (x + lax.psum(jnp.tanh(x @ up) @ down, "x"), None)  # noqa: E731
+    return lax.scan(layer, x, length=2)[0]
+
+
+def of_gradients(x: jax.Array, up: jax.Array, down: jax.Array) -> Any:
+    """Sums that nothing waits for; they are of products with the tokens' rows last."""
+    x, up, down = x[0].T, up.T, down.T
+    loss = lambda up, down: jnp.sum((down @ jnp.tanh(up @ x)) ** 2)  # noqa: E731
+    return [lax.psum(gradient, "x") for gradient in jax.grad(loss, (0, 1))(up, down)]
+
+
+@pytest.mark.parametrize(
+    "program, hosts, count",
+    [(awaited, 1, 1), (awaited, 2, 0), (in_turns, 1, 1), (of_gradients, 1, 0)],
+)
+def test_on_gpus_a_sum_is_split_where_products_wait_for_it(
+    program: Any, hosts: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Elsewhere XLA runs it beside compute; and no product runs beside copies between hosts."""
+    nccl_host.serve(monkeypatch)
+    monkeypatch.setattr(choice, "_usual", lambda _: "nccl")
+    monkeypatch.setattr(placement, "are_of_one_host", lambda _: hosts == 1)
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (TOKENS, UP, DOWN)]
+
+    def traced(program: Any) -> Any:
+        on = {"mesh": harness.mesh(4), "in_specs": P(), "out_specs": P(), "check_vma": False}
+        (eqn,) = jax.make_jaxpr(jax.shard_map(program, **on))(*types).eqns
+        return eqn.params["jaxpr"]
+
+    with pc.override_lax():
+        body = traced(program)
+    found = []
+
+    def decide(*args: jax.Array) -> jax.Array:  # where axes are bound
+        scans = [eqn for eqn in body.eqns if eqn.primitive.name == "scan"]
+        loop = loops.Loop.of(scans[0].params, len(scans[0].invars)) if scans else None
+        fused = (loop or loops.Loop.once(core.ClosedJaxpr(body, ()))).fused()
+        found.extend(fused.loop.steps if fused else ())
+        return args[0]
+
+    traced(decide)
+    names = [step.eqn.primitive.name for step in found if step.eqn]
+    assert names.count("pallas_matmul_reduce_scatter") == count
