@@ -99,7 +99,7 @@ def gather(
         cores=plan.cores,
         chunking=plan.chunking,
     )
-    return view.out_of(y, plan.sizes)
+    return view.out_of(y, plan.sizes, pinned=True)
 
 
 def sent_bytes(

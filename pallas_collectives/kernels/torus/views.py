@@ -68,17 +68,21 @@ class View:
             x = jnp.swapaxes(apart, -3, -2)
         return x.reshape(*self.block[: self.at], *sizes, *self.block[self.at :])
 
-    def out_of(self, y: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-        """The inverse of `into`."""
+    def out_of(self, y: jax.Array, sizes: tuple[int, ...], *, pinned: bool = False) -> jax.Array:
+        """The inverse of `into`.
+
+        pinned: XLA is told the layout: it would swap rows in memory where a backward pass reads
+          packed numbers twice. `jax.export` then asks to allow "LayoutConstraint", as a kernel.
+        """
         shape = list(self.shape)
         shape[self.axis] *= math.prod(sizes)
         if self.block != self.shape:
             *before, rows, columns = shape
             high = _high(rows)
             tiles = y.reshape(*before, rows // high, columns // LANES, high, LANES)
-            # Or XLA swaps in memory what a backward pass reads twice, and copies what it adds.
-            y = _as_they_lie(jnp.swapaxes(tiles, -3, -2)).reshape(shape)
-            y = lax.optimization_barrier(y)
+            y = jnp.swapaxes(tiles, -3, -2)
+            y = (_as_they_lie(y) if pinned else y).reshape(shape)
+            y = lax.optimization_barrier(y)  # or XLA copies what a backward pass adds, twice
         return y.reshape(shape)
 
 
