@@ -83,7 +83,7 @@ def choose(
             f"it has semaphores for at most {algorithm.most_devices} devices",
             "leave algorithm=None",
         )
-    if not algorithm.serves(group, chip):
+    if not fastest.serves(algorithm, group, chip):
         raise placement.unreachable(
             f"algorithm={algorithm.name!r} for {called} over {fastest.described(group)}", chip
         )

@@ -238,7 +238,7 @@ def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) ->
     """Why there is no prediction for an algorithm."""
     if can_serve:
         return _UNTIMED
-    if not algorithm.serves(group, chip):
+    if not serves(algorithm, group, chip):
         return f"{chip.name} cannot write to all the devices that it must reach"
     if algorithm.reach is PARTNERS:
         return "it serves shifts by one position"
@@ -275,10 +275,17 @@ def reachable(op: str, group: Group, chip: Chip, cuts: float) -> tuple[str, ...]
     """
     able, unfit = catalogue.COLLECTIVES[op].algorithms, {TORUS}
     enough = 2 * len(group.torus) if group.size <= FEW_DEVICES else 0
-    torus = [a for a in able if a.reach is TORUS and a.serves(group, chip)]
+    torus = [a for a in able if a.reach is TORUS and serves(a, group, chip)]
     if group.torus and torus and cuts >= enough:
         unfit = {RING, LINE} if group.line else set()
-    return tuple(a.name for a in able if a.reach not in unfit and a.serves(group, chip))
+    return tuple(a.name for a in able if a.reach not in unfit and serves(a, group, chip))
+
+
+def serves(algorithm: Algorithm, group: Group, chip: Chip) -> bool:
+    """Whether it can serve a group: every device reaches those that it writes to."""
+    if algorithm.most_devices is not None and group.size > algorithm.most_devices:
+        return False
+    return placement.reaches(algorithm.reach(group), group, chip)
 
 
 def in_order(op: str, order: str | None) -> tuple[Algorithm, ...]:

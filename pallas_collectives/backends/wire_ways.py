@@ -190,7 +190,7 @@ def packing(op: str, group: Group) -> tuple[str, ...]:
     there, chip = placement.arranged(group), chips.current()
     able = (a for a in catalogue.COLLECTIVES[op].algorithms if a.packed)
     able = (a for a in able if a.reach is not TORUS or there.torus)
-    return tuple(a.name for a in able if a.serves(there, chip))
+    return tuple(a.name for a in able if fastest.serves(a, there, chip))
 
 
 def no_ring(op: str, group: Group, how: How) -> str:

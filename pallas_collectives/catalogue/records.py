@@ -9,9 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pallas_collectives.examples import Example, Plainly
-from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.topology.placement import nearest, reaches
+from pallas_collectives.topology.placement import nearest
 from pallas_collectives.topology.reach import (
     Pairs,
     Pattern,
@@ -122,12 +121,6 @@ class Algorithm:
             raise TypeError(
                 f"reach={self.reach!r} of {self.name}: it must be one of {names} of records"
             )
-
-    def serves(self, group: Group, chip: Chip) -> bool:
-        """Whether it can serve a group: every device reaches those that it writes to."""
-        if self.most_devices is not None and group.size > self.most_devices:
-            return False
-        return reaches(self.reach(group), group, chip)
 
     def rank(self, lies: str, block_bytes: int) -> int:
         """Where no times tell, the algorithm of least rank serves; of equals the first listed."""

@@ -234,7 +234,7 @@ def _as_devices_lie(
         return _refused(spec, "the devices lie in several slices")
     group = placement.arranged(group)
     gather = catalogue.COLLECTIVES["all_reduce"].algorithm(_GATHER)
-    if gather is None or not gather.serves(group, chip):
+    if gather is None or not fastest.serves(gather, group, chip):
         return _refused(spec, f"{chip.name} cannot write to all the devices that it would have to")
     tiles = _Tiles.of(x, residual)
     kept = (group.size + 2) * tiles.nbytes(x.dtype) + 2 * tiles.nbytes(residual.dtype)
