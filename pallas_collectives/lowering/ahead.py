@@ -246,7 +246,7 @@ class Rewritten:
                 computed.update(step.writes)
                 if step.is_product and gradients.isdisjoint(step.writes):
                     chain.passed(step, then)
-        ends = [*numbers(self.loop.results[: len(self.loop.carry)]), *self.made]
+        ends = [*numbers(self.loop.carried), *self.made]
         chain.end(number for number in ends if number in computed)
         run_all(step for step in self.loop.steps if step in tail)
 

@@ -1,10 +1,9 @@
 """Which step of a turn makes each value and which read it, and what is made of what through them.
 
 A barrier joins values: each of its results waits for all that it takes, so all are its `ancestors`,
-but only one of them is where it has its origin.
+but only one of them is its origin (`origins`).
 """
 
-import functools
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 
@@ -57,17 +56,6 @@ class Dataflow:
 
         return _reached(values, read)
 
-    @functools.cached_property
-    def origins(self) -> dict[int, int]:
-        """Value -> the first that steps have handed on, one after the other, as this one."""
-        found: dict[int, int] = {}
-        for step in filter(lambda step: step.hands_on, self.places):
-            each = len(step.writes) == len(step.reads)  # as a barrier does
-            reads = step.reads if each else step.reads[:1] * len(step.writes)
-            pairs = zip(step.writes, reads, strict=True)
-            found |= {made: found.get(x, x) for made, x in pairs if isinstance(x, int)}
-        return found
-
     def replace(self, others: Sequence[Step], by: Iterable[Step]) -> None:
         """Puts steps in place of others, the first of which has their place."""
         place = self.places[others[0]]
@@ -109,3 +97,14 @@ def _reached(values: Iterable[int], following: Callable[[int], Iterable[int]]) -
         found |= new
         waiting += new
     return waiting
+
+
+def origins(steps: Iterable[Step]) -> dict[int, int]:
+    """Value -> the first that steps have handed on, one after the other, as this one."""
+    found: dict[int, int] = {}
+    for step in filter(lambda step: step.hands_on, steps):
+        each = len(step.writes) == len(step.reads)  # as a barrier does
+        reads = step.reads if each else step.reads[:1] * len(step.writes)
+        pairs = zip(step.writes, reads, strict=True)
+        found |= {made: found.get(x, x) for made, x in pairs if isinstance(x, int)}
+    return found

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from pallas_collectives import _compat
-from pallas_collectives.lowering import collective_times, fusing, order, turns
+from pallas_collectives.lowering import collective_times, dataflow, fusing, order, turns
 from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.order import Call, Timetable
 from pallas_collectives.lowering.turns import Flat, Step, numbers
@@ -106,7 +106,7 @@ class Loop:
             return None
         if any(step.keeps_order or (in_fusions and step.how) for step in self.steps):
             return None
-        found = fusing.fused(self.steps, self.results, self.results[: len(self.carry)])
+        found = fusing.fused(self.steps, self.results, self.carried)
         if not found:
             return None
         loop = dataclasses.replace(self, steps=found.steps)
@@ -236,6 +236,11 @@ class Loop:
         return self._flow.by_place(wanted | makers) if able and needed.intersection(self.x) else []
 
     @property
+    def carried(self) -> list[Any]:
+        """What the next turn has as its carry."""
+        return self.results[: len(self.carry)]
+
+    @property
     def ys(self) -> list[Any]:
         return self.results[len(self.carry) :]
 
@@ -245,7 +250,7 @@ class Loop:
         readers = self._flow.readers(brought)
         if not all(s.eqn and s.hands_on and brought.issuperset(numbers(s.reads)) for s in readers):
             return []
-        in_carry = brought.intersection(numbers(self.results[: len(self.carry)]))
+        in_carry = brought.intersection(numbers(self.carried))
         chain = [scatter, *readers]
         return chain if self.in_ys(chain) and not in_carry else []
 
@@ -265,7 +270,7 @@ def _with_tokens(steps: Sequence[Step], carry: Iterable[int]) -> list[Step]:
     While a turn is traced, that is an operand like weights (`choice.asked`). Weights it is where a
     product takes it for that, as where a loop's turns are steps of training.
     """
-    origins, handed, found = Dataflow(steps).origins, {*carry}, []
+    origins, handed, found = dataflow.origins(steps), {*carry}, []
     weights = {origins.get(w, w) for w in map(fusing.weights_of, steps) if w is not None}
     for step in steps:
         first = [origins.get(x, x) for x in numbers(step.reads[:1])]  # others may be places

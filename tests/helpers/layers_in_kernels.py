@@ -37,6 +37,11 @@ def one(x: jax.Array, w: Arrays) -> jax.Array:
     return x + scattered(jnp.tanh(gathered(x) @ w["up"]) @ w["down"])
 
 
+def in_full(x: jax.Array, w: Arrays) -> jax.Array:
+    """Hidden units over the devices, and all tokens on each."""
+    return x + lax.psum(jnp.tanh(x @ w["up"]) @ w["down"], "x")
+
+
 def weights(dtype: Any) -> Arrays:
     sizes = {"up": (WIDTH, HIDDEN), "gate": (WIDTH, HIDDEN), "down": (HIDDEN, WIDTH)}
     rng = np.random.default_rng(1)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
-from pallas_collectives.lowering.dataflow import Dataflow
+from pallas_collectives.lowering.dataflow import Dataflow, origins
 from pallas_collectives.lowering.turns import Flat, Step, Value
 
 
@@ -37,9 +37,9 @@ def test_what_a_value_is_made_of_is_found_through_those_asked_for() -> None:
 
 
 def test_the_origin_of_a_value_is_what_it_was_in_front_of_barriers() -> None:
-    origins = TURN.origins
-    assert [origins.get(value) for value in (6, 7, 1, 8)] == [1, 2, None, None]
-    assert 2 not in Dataflow([barrier((Value(0.0), 1), (2, 3))]).origins, "of a constant"
+    found = origins([FIRST, SECOND, BOTH])
+    assert [found.get(value) for value in (6, 7, 1, 8)] == [1, 2, None, None]
+    assert 2 not in origins([barrier((Value(0.0), 1), (2, 3))]), "of a constant"
 
 
 def equations(fn: Any, *args: Any) -> list[Step]:
@@ -52,9 +52,9 @@ def equations(fn: Any, *args: Any) -> list[Step]:
 
 def test_parts_have_the_origin_of_the_whole_and_sums_their_own() -> None:
     split, added = equations(lambda x: jnp.negative(lax.split(x, (1, 2))[1]), jnp.ones(3))
-    origins = Dataflow([split, added]).origins
-    assert len(split.writes) == 2 and {origins[part] for part in split.writes} == {*split.reads}
-    assert added.writes[0] not in origins
+    found = origins([split, added])
+    assert len(split.writes) == 2 and {found[part] for part in split.writes} == {*split.reads}
+    assert added.writes[0] not in found
 
 
 def test_steps_in_place_of_others_stand_where_the_first_stood() -> None:

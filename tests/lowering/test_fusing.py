@@ -24,6 +24,7 @@ from layers_in_kernels import (
     counted,
     forward,
     gathered,
+    in_full,
     like_laxs,
     loss,
     lowered,
@@ -385,11 +386,6 @@ def test_the_report_says_what_runs_in_a_kernel() -> None:
     for line in lines.values():
         assert line.by == "pallas fused" and "in one kernel" in line.why
         assert line.before_us is line.after_us is None
-
-
-def in_full(x: jax.Array, w: Arrays) -> jax.Array:
-    """Each device has the whole sum."""
-    return x + lax.psum(jnp.tanh(x @ w["up"]) @ w["down"], "x")
 
 
 @pytest.mark.gpu

@@ -19,6 +19,7 @@ from layers_in_kernels import (
     close,
     counted,
     forward,
+    in_full,
     like_laxs,
     loss,
     lowered,
@@ -28,11 +29,6 @@ from pallas_collectives.lowering import collective_times
 from pallas_collectives.overlap import fusion
 
 KERNEL = {"gathers": 0, "scatters": 1}  # equal ones are built once
-
-
-def one(x: jax.Array, w: Arrays) -> jax.Array:
-    """Hidden units over the devices, and all tokens on each."""
-    return x + lax.psum(jnp.tanh(x @ w["up"]) @ w["down"], "x")
 
 
 def summed(x: jax.Array, w: Arrays) -> jax.Array:
@@ -57,7 +53,7 @@ def second(x: jax.Array, w: Arrays) -> jax.Array:
     return x + jnp.sum(lax.psum(jnp.tanh(x[:1] @ w["up"]) @ w["down"], "x"))
 
 
-LAYERS = {layer.__name__: layer for layer in (one, summed, mean, tokens, second)}
+LAYERS = {layer.__name__: layer for layer in (in_full, summed, mean, tokens, second)}
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +72,7 @@ def test_a_layer_gives_what_it_gives_by_lax(layer: str, scan: bool, check_vma: b
 
 
 @pytest.mark.parametrize(
-    "layer", ["one", *(pytest.param(name, marks=pytest.mark.full) for name in [*LAYERS][1:])]
+    "layer", ["in_full", *(pytest.param(name, marks=pytest.mark.full) for name in [*LAYERS][1:])]
 )
 @pytest.mark.parametrize("check_vma", [False, True], ids=["", "vma"])
 def test_gradients_are_those_of_lax(layer: str, check_vma: bool) -> None:
@@ -109,7 +105,7 @@ def test_the_sum_of_a_backward_pass_is_in_a_kernel() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("mode", harness.ADVERSARIES)
 def test_no_kernel_races_in_its_turn(dtype: str, mode: str) -> None:
-    run = jax.grad(functools.partial(loss, forward(jax.checkpoint(one), scan=True)))
+    run = jax.grad(functools.partial(loss, forward(jax.checkpoint(in_full), scan=True)))
     want = on_devices(run, dtype)
     with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES[mode]), counted() as kernels:
         got = on_devices(run, dtype)
@@ -140,7 +136,7 @@ def test_what_no_kernel_gives_is_lowered(layer: Layer, check_vma: bool) -> None:
 
 def test_a_mapped_layer_is_in_kernels() -> None:
     def run(x: jax.Array, w: Arrays) -> jax.Array:
-        return jax.vmap(forward(one, scan=True), (0, None))(x[:, None], w)[:, 0]
+        return jax.vmap(forward(in_full, scan=True), (0, None))(x[:, None], w)[:, 0]
 
     assert like_laxs(run) == KERNEL
 
@@ -175,10 +171,10 @@ APART: dict[str, tuple[Layer, dict[str, Any]]] = {
     "greatest": (greatest, {}),
     "with another": (with_another, {}),
     "of one": (of_one, {}),
-    "fuse=False": (one, {"fuse": False}),
-    "everything": (one, {"everything": True}),
-    "kept": (one, {"keep": ["psum"]}),
-    "a cast": (one, {"wire": {"psum": "bfloat16"}}),
+    "fuse=False": (in_full, {"fuse": False}),
+    "everything": (in_full, {"everything": True}),
+    "kept": (in_full, {"keep": ["psum"]}),
+    "a cast": (in_full, {"wire": {"psum": "bfloat16"}}),
 }
 
 
@@ -198,13 +194,13 @@ def test_a_sum_that_is_quicker_stays_one(monkeypatch: pytest.MonkeyPatch) -> Non
     for longer in (3e-6, None):
         monkeypatch.setattr(collective_times, "longer_in_two", lambda _, longer=longer: longer)
         with counted() as kernels:
-            on_devices(forward(one, scan=True))
+            on_devices(forward(in_full, scan=True))
         assert not any(kernels.values())
 
 
 def test_the_report_says_what_runs_in_a_kernel() -> None:
     with counted():
-        on_devices(forward(one, scan=True))
+        on_devices(forward(in_full, scan=True))
     lines = {line.op: line for line in pc.override_report().replaced}
     assert "in one kernel" in lines["matmul_reduce_scatter"].why
 
@@ -212,7 +208,7 @@ def test_the_report_says_what_runs_in_a_kernel() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x2", "v6e:2x2", "tpu7x:2x2x1"])
 def test_they_compile_within_a_model(topology: str) -> None:
-    run = functools.partial(loss, forward(jax.checkpoint(one), scan=True))
+    run = functools.partial(loss, forward(jax.checkpoint(in_full), scan=True))
     text = lowered(topology, jax.grad(run)).compile().as_text()
     assert "matmul_reduce_scatter" in text
 
