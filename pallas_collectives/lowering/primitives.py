@@ -115,12 +115,25 @@ def _replay(closed: core.ClosedJaxpr, args: list[Any], how: How, op: str) -> lis
             if eqn.primitive.name == "all_to_all":
                 # The dimension that untiled means is there already; lax's transpose adds another.
                 params["tiled"] = True
+            if eqn.primitive.name == "ragged_all_to_all":
+                operands = _of_each_device(operands, params["axis_name"])
             outs = twin(eqn.primitive).bind(*operands, how=how_here, **params)
         else:
             outs = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
         outs = outs if eqn.primitive.multiple_results else [outs]
         env.update(zip(eqn.outvars, outs, strict=True))
     return [read(atom) for atom in jaxpr.outvars]
+
+
+def _of_each_device(operands: list[Any], axis_name: AxisName) -> list[jax.Array]:
+    """A ragged exchange's operands, typed as different on every device that its result differs on.
+
+    lax's result has the type of `output`. So beside zeros, which are equal on all devices, it would
+    be equal on all too: its cotangent would be summed over them.
+    """
+    typed = validation.varying(operands, axis_name)
+    axes = frozenset().union(*map(_compat.varying, typed))
+    return [_compat.as_varying(x, axes) for x in typed]
 
 
 def _within_device(params: dict[str, Any]) -> bool:

@@ -25,6 +25,7 @@ from pallas_collectives.topology.groups import Group
 GIB = 1 << 30
 ALGORITHMS = ("direct", "ring", "line")
 exchange = functools.partial(pallas_collectives.ragged_all_to_all, axis_name="x")
+by_lax = functools.partial(jax.lax.ragged_all_to_all, axis_name="x")
 
 
 Check = Callable[[np.ndarray, np.ndarray, tuple[np.ndarray, ...]], None]
@@ -206,6 +207,30 @@ def test_gradients_travel_back_to_the_rows_they_came_from() -> None:
     for got, of in ((value, (operand, output)), (tangent, (at, ot))):
         want = conformance.ragged_reference(*of, tables)
         np.testing.assert_array_equal(np.asarray(got), want)
+
+
+@pytest.mark.parametrize("call", [exchange, pallas_collectives.overridden(by_lax)])
+def test_rows_that_come_into_zeros_differ_on_each_device(call: Callable[..., jax.Array]) -> None:
+    """Zeros are equal on all devices; what comes into them is not, along no axis of the mesh."""
+    n, rows, weights = 2, 20, harness.random((4, 16, 8), "float32")
+    operand = harness.random((4, rows, 8), "float32", 1)
+    tables = conformance.ragged_arguments(n)
+    groups = [[0, 2], [1, 3]]  # along x; those along y get the same tables
+    everywhere = [np.repeat(table, 2, axis=0) for table in tables]
+
+    def one(x: jax.Array, w: jax.Array, *tables: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y = call(x, jnp.zeros(w.shape), *tables)
+        assert jax.typeof(y).mat.varying == {"x", "y"}
+        return y, jax.grad(lambda x: jnp.sum(w * call(x, jnp.zeros(w.shape), *tables)))(x)
+
+    value, grad = map(
+        np.asarray, harness.per_device(one, harness.mesh(2, 2))(operand, weights, *everywhere)
+    )
+    for group in groups:
+        want = conformance.ragged_reference(operand[group], np.zeros((n, 16, 8)), tables)
+        np.testing.assert_array_equal(value[group], want)
+        of_rows, _ = conformance.ragged_gradients(weights[group], rows, tables)
+        np.testing.assert_array_equal(grad[group], of_rows)
 
 
 @pytest.mark.full
