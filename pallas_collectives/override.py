@@ -200,6 +200,8 @@ def overridden(
     scans, loops, branches, checkpoints, nested shard_maps and custom derivatives. Transform inside,
     `overridden(jax.grad(loss))`: what is traced later, outside of fn, is not reached, such as the
     backward rule of a `jax.custom_vjp`. The result may be jitted, and called from any thread.
+    A tree is summed in one call where fn calls `jax.lax.psum`; by a name bound before, lax has
+    taken it apart already, and its leaves are summed one by one.
 
     Args:
       fn: any function.
@@ -223,6 +225,7 @@ def overridden(
     def run(*args: Any, **kwargs: Any) -> Any:
         with (
             _installed(),
+            _overridden(_overridden.value | names),  # by lax's names, a tree's leaves go together
             choice.rebound(names),
             choice.beside_compute(not everything),
             choice.fuse(fuse),

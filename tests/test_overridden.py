@@ -157,6 +157,35 @@ def test_from_another_thread_and_not_beside_it() -> None:
     assert "pallas_psum" not in programs["beside"]
 
 
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_trees_sums_go_together_where_fn_calls_lax_by_name(by_name: bool) -> None:
+    tree = [harness.random((2, rows, 3), "float32", rows) for rows in (1, 4, 6)]
+
+    def fn(*leaves: jax.Array) -> Any:
+        return lax.psum(leaves, "x") if by_name else psum(leaves, "x")
+
+    for got, leaf in zip(
+        harness.per_device(pc.overridden(fn), harness.mesh(2))(*tree), tree, strict=True
+    ):
+        np.testing.assert_array_equal(got, np.broadcast_to(leaf.sum(0), leaf.shape))
+    assert sum(pc.counts().values()) == (1 if by_name else len(tree))
+
+
+def test_within_a_context_that_replaces_more() -> None:
+    """What the context replaces stays ours where `only` names another function."""
+
+    def fn(x: jax.Array) -> Any:
+        return lax.psum(x, "x"), lax.all_gather(x, "x")
+
+    with pc.override_lax(only="all_gather"):
+        run = harness.per_device(pc.overridden(fn, only="psum"), harness.mesh(2))
+        names = primitives_in(jax.make_jaxpr(run)(harness.random((2, 8, 128), "float32")))
+    assert {name.partition("_inv")[0] for name in names if name.startswith("pallas_")} == {
+        "pallas_psum",
+        "pallas_all_gather",
+    }
+
+
 def test_only_and_keep_name_functions() -> None:
     def fn(x: jax.Array) -> Any:
         return psum(x, "x"), all_gather(x, "x")
