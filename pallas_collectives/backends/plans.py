@@ -60,7 +60,8 @@ class How:
       wire: the numbers that floats travel as, if narrower than they are (see `wires`).
       wire_backward: those of derivatives.
       once: over a wire, each term must be quantised once: draws and residues need that.
-      mapped: how many leading dimensions are vmap's; over a wire no group is of two elements.
+      mapped: how many leading dimensions are vmap's, of each row where rows are ragged; over a
+        wire no group is of two elements.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
       awaited: whether products wait for the result at once, as for tokens, which were computed
@@ -100,6 +101,11 @@ class How:
     def differentiated(self) -> "How":
         """Options of the call's derivatives: straight through, with a wire of their own."""
         return dataclasses.replace(self, wire=self.wire_backward)
+
+    @property
+    def once_more_mapped(self) -> "How":
+        """Options of the call under one more vmap."""
+        return dataclasses.replace(self, mapped=self.mapped + 1)
 
 
 @dataclasses.dataclass(frozen=True)

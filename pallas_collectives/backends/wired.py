@@ -113,7 +113,7 @@ class OnWire:
         how: How,
     ) -> jax.Array:
         """Rows to each device; every row has its scales behind it. Rows that do not come stay."""
-        rows = operand.reshape(len(operand), -1)
+        rows = operand.reshape(*operand.shape[: 1 + how.mapped], -1)
         wire, plain, _ = settled("ragged_all_to_all", operand, rows.shape, group, how)
         exchange = self._module.ragged_all_to_all
         if wire is None:
@@ -128,10 +128,10 @@ class OnWire:
         blank = jnp.full((len(output), *packed.shape[1:]), -1, jnp.int8)  # no scale is all ones
         come = exchange(packed, blank, tables, group, how=plain)
         values, scales = wires.unpack(come, rows.shape[1:], wire)
-        received = lax.bitcast_convert_type(scales[:, :1], jnp.uint32) != np.uint32(0xFFFFFFFF)
+        first = lax.bitcast_convert_type(scales.reshape(len(scales), -1)[:, 0], jnp.uint32)
+        received = lax.expand_dims(first != np.uint32(0xFFFFFFFF), range(1, output.ndim))
         numbers = wires.dequantize(values, scales, output.dtype)
-        kept = jnp.where(received, numbers, output.reshape(numbers.shape))
-        return kept.reshape(output.shape)
+        return jnp.where(received, numbers.reshape(output.shape), output)
 
     def reduce_scatter(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
         """The sum of everyone's block `me`."""

@@ -307,8 +307,8 @@ def _batch(
         dims = [d if d is None else 0 for d in dims]
         over = validation.named(params.get("axes", params.get("axis_name", ())))
         mapped = axis.name not in over and any(d is not None for d in dims)  # else it is reduced
-        if wired and mapped:
-            params["how"] = dataclasses.replace(how, mapped=how.mapped + 1)
+        if wired and mapped and op != "ragged_all_to_all":  # of which lax's makes more rows
+            params["how"] = how.once_more_mapped
     return _rule(lax_rule, primitive, op, axis, operands, dims, **params)
 
 

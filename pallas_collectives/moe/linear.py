@@ -225,11 +225,12 @@ def _jvp(
     return out, primitive.bind(*alike(moving, *tables), **derived(params))
 
 
+_SENT = ("how", "ways")  # the parameters that say over which wire
+
+
 def derived(params: dict[str, Any]) -> dict[str, Any]:
     """The parameters of a primitive's derivatives, which have a wire of their own."""
-    return params | {
-        name: params[name].differentiated for name in ("how", "ways") if name in params
-    }
+    return params | {name: params[name].differentiated for name in _SENT if name in params}
 
 
 _gather_sum_p = new_primitive("moe_gather_sum")
@@ -305,6 +306,7 @@ def batch_of_rows(
 ) -> tuple[Any, Any]:
     """With the same tables for all: what is mapped is a dimension of each row."""
     x, *tables = args
+    params |= {name: params[name].once_more_mapped for name in _SENT if name in params}
     return primitive.bind(jnp.moveaxis(x, dim, 1), *tables, **params), 1
 
 

@@ -85,6 +85,11 @@ class Ways(NamedTuple):
         return self._replace(how=self.how.differentiated)
 
     @property
+    def once_more_mapped(self) -> "Ways":
+        """Those under one more vmap."""
+        return self._replace(how=self.how.once_more_mapped)
+
+    @property
     def group(self) -> Group:
         """The devices, as they lie on the links."""
         return placement.arranged(canonical.group_of(self.axis_name, self.groups))

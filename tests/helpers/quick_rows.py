@@ -190,6 +190,7 @@ QUICK: dict[str, Covers] = {
         how=("ragged",)
     ),
     "test_moe_transforms::test_vmap": each("mapped"),
+    "test_moe_wires::test_vmap_mixes_no_elements_in_a_group": only(how=("ragged", "kernels")),
     "test_multihost::test_a_broadcast_has_one_source": each("count"),
     "test_multihost::test_allgather_equals_jax": each("tree", "tiled"),
     "test_multihost::test_allgather_of_a_global_array_equals_jax": each("spec"),

@@ -76,6 +76,36 @@ def test_derivatives_pass_straight_through_by_a_wire_of_their_own(how: str) -> N
     assert np.abs(both - plain).max() > 1e-4
 
 
+@every
+def test_vmap_mixes_no_elements_in_a_group(how: str) -> None:
+    """Rows of half a group; forth, home and back, an element is as it is by itself."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((N, 2, 2, T, 64)).astype(np.float32)
+    x[:, 0] *= 1e4
+    routing, weights = routings.random(N, T, K), np.full((N, T, K), 0.5, np.float32)
+    wire = wires.Wire("int8", scales="power of two")  # so that sums of few are exact
+    narrow: Any = {"wire": wire, "wire_backward": wire}
+
+    def program(x: Any, experts: Any, weights: Any) -> Any:
+        def there(x: Any) -> Any:
+            rows, plan = moe.dispatch(x, experts, "x", num_experts=E, **HOW[how], **narrow)
+            return jnp.where(jnp.arange(len(rows))[:, None] < plan.group_sizes.sum(), rows, 0), plan
+
+        plan = there(x[0, 0])[1]  # of slots it is mapped where `dispatch` is
+
+        def both(x: Any) -> Any:
+            y, pull = jax.vjp(lambda x: there(x)[0], x)
+            back = {"backend": HOW[how]["backend"], **narrow}
+            home, pull_home = jax.vjp(lambda y: moe.combine(y, weights, plan, "x", **back), y)
+            return y, home, pull(y)[0], pull_home(home)[0]
+
+        apart = jax.lax.map(functools.partial(jax.lax.map, both), x)
+        return jax.vmap(jax.vmap(both), in_axes=1, out_axes=1)(x), apart
+
+    mapped, apart = harness.per_device(program, harness.mesh(N))(x, routing, weights)
+    jax.tree.map(np.testing.assert_array_equal, mapped, apart)
+
+
 def test_wires_that_lose_or_are_none_are_refused() -> None:
     def program(x: Any, **over: Any) -> Any:
         return moe.dispatch(x[0], np.zeros((6, 1), np.int32), "x", num_experts=6, **over)[0]
