@@ -61,7 +61,7 @@ def _served(
     if how.beside and not symbols:
         kept, beside = _kept(op, how, *args, **params)
     if kept:
-        how = How("xla", fallback=kept, wire=how.wire)
+        how = dataclasses.replace(how, backend="xla", fallback=kept)
     if how.backend != "xla":
         try:
             with tried():
@@ -69,11 +69,7 @@ def _served(
         except UNSERVABLE as error:
             if how.strict:
                 raise
-            how = dataclasses.replace(
-                How("xla", fallback=str(error), order=how.order),
-                wire=how.wire,
-                wire_backward=how.wire_backward,
-            )
+            how = dataclasses.replace(how, backend="xla", fallback=str(error))
     plan = Plan(op=op, backend="xla", why=how.fallback, beside=beside)
     if how.wire is not None or (how.order is not None and _adds(op)):
         result = run(op, how, *args, **params)  # raises what lax cannot mend, and then serves not

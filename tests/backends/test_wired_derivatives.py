@@ -134,6 +134,16 @@ def test_vmap_over_a_sum_of_vmaps_own_axis_and_the_meshs() -> None:
         assert np.isnan(got[:, 1, :128]).all() and np.isfinite(got[:, 1, 128:]).all()
 
 
+def test_vmap_mixes_no_elements_where_lax_serves_in_place_of_kernels() -> None:
+    x = np.ones((4, 2, 1000), np.float32)
+    x[:, 0] = 1e4
+    with pc.across_slices("x"):
+        summed = functools.partial(pc.psum, axis_name=("x", "y"), wire="int8")
+        got = harness.per_device(jax.vmap(summed), harness.mesh(2, 2), check_vma=False)(x)
+    assert pc.fallback_counts()
+    np.testing.assert_allclose(np.asarray(got)[:, 1], 4, rtol=1e-6)
+
+
 def test_scalars_of_vmap_have_no_group_together_in_a_kernel_either() -> None:
     """16384 of them would be whole tiles."""
     how: Any = {"wire": "int8", "backend": "pallas", "algorithm": "everyone"}
