@@ -67,7 +67,7 @@ def settled(
     wire = how.wire
     if wire is None:
         return None, plain, NO_WAY
-    if how.algorithm == EXCHANGE and how.order is None and wire.scaled:
+    if how.algorithm == EXCHANGE and how.order is None and wire.scaled and wire_ways.adds(op):
         plain = dataclasses.replace(plain, algorithm=None)  # it is a way of wires alone
     if group.size == 1:  # nothing is sent
         return None, plain, NO_WAY

@@ -56,6 +56,11 @@ def test_without_a_wire_programs_are_what_they_were() -> None:
             AlgorithmError,
             "name 'exchange': it quantises each term once",
         ),
+        (
+            lambda x: pc.all_gather(jnp.tile(x, 64), "x", wire="int8", algorithm="exchange"),
+            AlgorithmError,
+            "algorithm=.exchange.*one of",
+        ),
         (lambda x: pc.psum(x, "x", wire="int8", precise=True), CollectiveError, "widens"),
         (lambda x: pc.psum(x, "x", wire="int8", order="rank"), WireError, "neighbours"),
         (lambda x: pc.psum(x, "x", wire=np.ones(3)), WireError, "a dtype or its name"),
