@@ -26,10 +26,11 @@ from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import Dim, Tangent
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends import nccl as on_gpus
-from pallas_collectives.backends.nccl import Addresses, device_groups
+from pallas_collectives.backends.nccl import Addresses
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.nccl import copies, dtypes, ffi, mailboxes, posts, tape
 from pallas_collectives.nccl.tape import Address
+from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 
 # Exchanges that a program may have under way at a time; one more waits for the first to be read.
@@ -257,7 +258,7 @@ def _lowering(
     nbytes, number = x.size * x.dtype.itemsize, _number(ctx, flight)
     # Who does it on each device; for which of the two ways; and what.
     at: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-    members = device_groups(_compat.mesh_of(ctx), flight.group)
+    members = placement.device_groups(_compat.mesh_of(ctx), flight.group)
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
             group = nccl.get(devices, name="copies", uses=())

@@ -32,16 +32,15 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
-from jax.sharding import Mesh
 
 from pallas_collectives import _compat, nccl
 from pallas_collectives._compat import Aval
-from pallas_collectives.annotations import AnyMesh, DType
+from pallas_collectives.annotations import DType
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.layout import blocks as blocks
 from pallas_collectives.backends.layout import side_by_side as side_by_side
 from pallas_collectives.backends.plans import How, Plan
-from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
+from pallas_collectives.errors import AlgorithmError, DtypeError
 from pallas_collectives.nccl import dtypes, ffi, mailboxes, tape
 from pallas_collectives.nccl.connection import COLLECTIVES, MESSAGES
 from pallas_collectives.nccl.tape import Address
@@ -283,7 +282,7 @@ def _lower(
 ) -> Sequence[ir.Value]:
     """Makes the communicators and names the work for the program."""
     del params
-    members = device_groups(_compat.mesh_of(ctx), group)
+    members = placement.device_groups(_compat.mesh_of(ctx), group)
     at: dict[int, nccl.Communicator] = {}
     for devices in members:
         if any(d.process_index == jax.process_index() for d in devices):
@@ -306,22 +305,6 @@ def _lower(
 
 
 _compat.register(_call_p, lowering=_lower)
-
-
-def device_groups(mesh: AnyMesh, group: Group) -> list[list[jax.Device]]:
-    """The devices of each group that a collective over `group` has on a mesh, in order of rank."""
-    if not isinstance(mesh, Mesh):
-        raise BackendError(
-            "backend='nccl'",
-            "communicators need the devices, and the program is lowered for an abstract mesh",
-            "lower it with shardings over a concrete mesh",
-        )
-    others = [a for a in mesh.axis_names if a not in group.axes]
-    order = [mesh.axis_names.index(a) for a in (*others, *group.axes)]
-    rows = np.transpose(mesh.devices, order).reshape(-1, math.prod(group.sizes))
-    if group.index_groups is None:
-        return [list(row) for row in rows]
-    return [[row[i] for i in indices] for row in rows for indices in group.index_groups]
 
 
 def by_mailboxes(

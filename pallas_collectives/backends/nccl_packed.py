@@ -24,13 +24,14 @@ from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.backends import counters
 from pallas_collectives.backends import nccl as on_gpus
-from pallas_collectives.backends.nccl import device_groups, run_by
+from pallas_collectives.backends.nccl import run_by
 from pallas_collectives.backends.plans import Plan
 from pallas_collectives.backends.wire_ways import Move
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.nccl import mailboxes, packed
 from pallas_collectives.nccl.packed import EXCHANGE, GATHER, PERMUTE, REDUCE, PackedWork, Packer
+from pallas_collectives.topology import placement
 from pallas_collectives.wires import Wire
 
 _OPS = {
@@ -85,7 +86,7 @@ def _lower(
     moves: tuple[Move, ...],
     wire: Wire,
 ) -> Sequence[ir.Value]:
-    members = device_groups(_compat.mesh_of(ctx), moves[0].group)
+    members = placement.device_groups(_compat.mesh_of(ctx), moves[0].group)
     try:
         at = _packers(work, members)
     except mailboxes.MailboxError as error:

@@ -20,11 +20,12 @@ from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical
 from pallas_collectives.backends import nccl as on_gpus
-from pallas_collectives.backends.nccl import device_groups, run_by
+from pallas_collectives.backends.nccl import run_by
 from pallas_collectives.backends.pallas.products import GATHER, ProductLayout, Spec, halves
 from pallas_collectives.kernels.machinery.blocks import block_shape, whole_shape
 from pallas_collectives.nccl import cublas, mailboxes, products
 from pallas_collectives.nccl.products import Multiplier, ProductWork
+from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 
 # Of the model, all measured on H200: products (FLOP/s) by tiles, so many at a time, and what share
@@ -87,7 +88,7 @@ def unreachable(op: str, operands: Sequence[Any], spec: Spec, mesh: AnyMesh) -> 
     """Why the devices of a mesh cannot multiply beside copies to each other; "" if they can."""
     xs, ws = (operands[:1], operands[1:]) if op == GATHER else halves(operands)
     try:
-        members = device_groups(mesh, canonical.group_of(spec.axis_name))
+        members = placement.device_groups(mesh, canonical.group_of(spec.axis_name))
         _multipliers(work(op, xs, ws, spec), members)
     except mailboxes.MailboxError as error:
         return str(error)
@@ -159,7 +160,7 @@ def _types(*operands: Aval, work: ProductWork, group: Group) -> list[Any]:
 def _lower(
     ctx: mlir.LoweringRuleContext, *operands: ir.Value, work: ProductWork, group: Group
 ) -> Sequence[ir.Value]:
-    members = device_groups(_compat.mesh_of(ctx), group)
+    members = placement.device_groups(_compat.mesh_of(ctx), group)
     at = _multipliers(work, members)
     ids = [[d.id for d in devices] for devices in members]
     return run_by(ctx, f"{work} of {len(operands)} over {ids}", work, at, *operands)

@@ -39,6 +39,7 @@ from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import counters, xla
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, SliceError, UnboundAxisError
+from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 
 ACROSS = "across slices"  # how `counts` names lax's part
@@ -281,6 +282,16 @@ def slices(group: Group, axes: tuple[str, ...] | None) -> np.ndarray:
     if axes is None and _mesh.get() is not None:
         return _of_devices(group, _mesh.get())
     return _numbered(group, axes or ())
+
+
+def one_host_has(group: Group) -> bool:
+    """Whether GPUs are of one host, in each group like this one on the mesh in scope.
+
+    Where no devices are known, whether all GPUs are.
+    """
+    mesh = _mesh.get()
+    groups = [jax.devices()] if mesh is None else placement.device_groups(mesh, group)
+    return all(map(placement.are_of_one_host, groups))
 
 
 def _numbered(group: Group, axes: tuple[str, ...]) -> np.ndarray:

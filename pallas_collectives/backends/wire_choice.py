@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_collectives import catalogue, wires
 from pallas_collectives.annotations import DType, DTypeLike
-from pallas_collectives.backends import counters, fastest, wire_ways
+from pallas_collectives.backends import counters, fastest, slices, wire_ways
 from pallas_collectives.backends.plans import How, WirePlan
 from pallas_collectives.backends.wire_ways import EXCHANGE, GATHER, NO_WAY, Way
 from pallas_collectives.errors import AlgorithmError, WireError
@@ -87,7 +87,7 @@ def settled(
     if wire.optional and us is not None and way.us is not None and way.us >= us:
         note_left_out(op, wire, _no_quicker(way.us, us))
         return None, plain, NO_WAY
-    if us is None and (why := _small(x, wire) or _linked(op, x, wire, how)):
+    if us is None and (why := _small(x, wire) or _linked(op, x, wire, group, how)):
         note_left_out(op, wire, why)
         return None, plain, NO_WAY
     several = found if len(found) > 1 or way.algorithm else ()
@@ -147,7 +147,7 @@ def _small(x: jax.Array, wire: Wire) -> str:
     return ""
 
 
-def _linked(op: str, x: jax.Array, wire: Wire, how: How) -> str:
+def _linked(op: str, x: jax.Array, wire: Wire, group: Group, how: How) -> str:
     """Why a wire that may be left out is between GPUs of one host; "" if it is taken.
 
     On two H200 with NVLink, 64 MiB of bfloat16, us with int8 and without: all_gather 101 and 143,
@@ -155,7 +155,7 @@ def _linked(op: str, x: jax.Array, wire: Wire, how: How) -> str:
     H100 at 16 MiB, by slower kernels: 50 and 56, 76 and 84, 55 and 64, 71 and 73, 53 and 49. Ragged
     rows take XLA's passes.
     """
-    if not wire.optional or how.backend != "nccl" or not placement.are_of_one_host(jax.devices()):
+    if not wire.optional or how.backend != "nccl" or not slices.one_host_has(group):
         return ""
     if op == "ragged_all_to_all":
         return "between GPUs of one host the passes that quantise take longer than they save"

@@ -3,7 +3,6 @@
 import dataclasses
 from typing import Any
 
-import jax
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.backends import (
@@ -12,13 +11,14 @@ from pallas_collectives.backends import (
     fastest,
     nccl_products,
     serving,
+    slices,
     wire_choice,
 )
 from pallas_collectives.backends.plans import UNSERVABLE, WirePlan
 from pallas_collectives.kernels import matmul_plan
 from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.turns import Step
-from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.tuning import overlaps
 
@@ -105,7 +105,7 @@ def longer_in_two(total: Step) -> float | None:
     operand, devices = turns.type_of(total.eqn.invars[0]), group(total.eqn)
     how = dataclasses.replace(total.eqn.params["how"], wire=None, algorithm=None, beside=False)
     if how.backend == "nccl":
-        return nccl_products.CALL if placement.are_of_one_host(jax.devices()) else None
+        return nccl_products.CALL if slices.one_host_has(devices) else None
     nbytes = operand.size * operand.dtype.itemsize
     sizes = {"reduce_scatter": nbytes, "all_gather": nbytes // devices.size, "all_reduce": nbytes}
     found = (fastest.decided(op, how, size, devices) for op, size in sizes.items())

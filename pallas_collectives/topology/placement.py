@@ -160,6 +160,22 @@ def are_of_one_host(devices: Sequence[jax.Device]) -> bool:
     return len({getattr(device, "slice_index", 0) for device in devices}) == 1
 
 
+def device_groups(mesh: AnyMesh, group: Group) -> list[list[jax.Device]]:
+    """The devices of each group that a collective over `group` has on a mesh, in order of rank."""
+    if not isinstance(mesh, Mesh):
+        raise BackendError(
+            "backend='nccl'",
+            "communicators need the devices, and the program is lowered for an abstract mesh",
+            "lower it with shardings over a concrete mesh",
+        )
+    others = [a for a in mesh.axis_names if a not in group.axes]
+    order = [mesh.axis_names.index(a) for a in (*others, *group.axes)]
+    rows = np.transpose(mesh.devices, order).reshape(-1, math.prod(group.sizes))
+    if group.index_groups is None:
+        return [list(row) for row in rows]
+    return [[row[i] for i in indices] for row in rows for indices in group.index_groups]
+
+
 def arranged(group: Group) -> Group:
     """A group with the order in which its rings follow the wires of the mesh in scope.
 

@@ -13,10 +13,13 @@ from jax.sharding import AbstractMesh, Mesh
 import harness
 import pallas_collectives as pc
 from against_lax import check, loss
-from pallas_collectives.backends import slices
+from pallas_collectives.backends import slices, wire_choice
+from pallas_collectives.backends.plans import How
 from pallas_collectives.backends.slices import ACROSS
 from pallas_collectives.errors import AlgorithmError, SliceError, UnboundAxisError
+from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
+from pallas_collectives.wires import Wire
 
 ALL = ("x", "y", "z")
 # (mesh, axes of the collective, axes that lead to other slices)
@@ -237,6 +240,24 @@ def test_devices_say_themselves_in_which_slice_they_are() -> None:
     both, one = Group(("x", "y"), (2, 4)), Group(("y",), (4,))
     assert slices._of_devices(both, known).tolist() == [[0] * 4, [1] * 4]
     assert slices.split(one, slices._of_devices(one, known)) is None
+
+
+def test_gpus_of_one_host_are_those_of_each_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all that the job has: along "y" each group lies in a host, along "x" in two."""
+    token = slices._mesh.set(known := slices_of((2, 4), [5] * 4 + [7] * 4))
+    monkeypatch.setattr(placement, "Mesh", type(known))
+    pairs = ((0, 1), (2, 3), (4, 5), (6, 7))
+    wire, how, small = Wire("int8", optional=True), How("nccl"), np.zeros(1, np.float32)
+    try:
+        for group, of_one in (
+            (Group(("y",), (4,)), True),
+            (Group(("x",), (2,)), False),
+            (Group(("x", "y"), (2, 4), pairs), True),
+        ):
+            assert slices.one_host_has(group) == of_one
+            assert bool(wire_choice._linked("psum", small, wire, group, how)) == of_one  # type: ignore[arg-type]
+    finally:
+        slices._mesh.reset(token)
 
 
 def test_an_axis_over_two_slices_is_split_by_groups() -> None:
