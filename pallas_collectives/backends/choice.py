@@ -202,6 +202,11 @@ def _remedy(name: str | None, platform: str, asked: list[str]) -> str:
     return f"leave {' and '.join(f'{what}=' for what in asked)} out: lax then serves"
 
 
+def on_gpus() -> bool:
+    """Whether the mesh in scope is of GPUs."""
+    return _usual(simulation.platform()) == "nccl"
+
+
 def _usual(platform: str) -> str:
     """The backend of a platform's devices."""
     return "nccl" if platform in _GPU else "pallas"

@@ -68,6 +68,7 @@ def all_gather_start(
 
     Args:
       after: arrays, in any pytree, that GPUs compute before the collective starts.
+        Elsewhere XLA decides.
       **narrower: `wire` and related options. If any is set, the collective runs whole where it is
         started.
 
@@ -103,7 +104,7 @@ def all_gather_start(
         validation.check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
     settled = choice.settle(axis_name, axis_index_groups, **how)
     if to != "varying" and (to != "invarying" or axis_index_groups is not None):
-        return at_once(call)
+        return at_once(call, after)
     return start(x, axis_name, axis_index_groups, settled, call, narrower, leave, after)
 
 
@@ -242,8 +243,8 @@ def pbroadcast_start(
       >>> jax.jit(told)(jnp.arange(2))
       Array([1, 1], dtype=int32)
     """
-    del after
-    return at_once(functools.partial(collectives.pbroadcast, x, axis_name, source, **options))
+    call = functools.partial(collectives.pbroadcast, x, axis_name, source, **options)
+    return at_once(call, after)
 
 
 def ragged_all_to_all_start(*operands: ArrayLike, after: Any = (), **options: Any) -> Started:
@@ -259,8 +260,7 @@ def ragged_all_to_all_start(*operands: ArrayLike, after: Any = (), **options: An
       >>> jax.jit(jax.shard_map(exchange, mesh=mesh, in_specs=P, out_specs=P))(rows)[:, 0]
       Array([0., 2., 1., 3.], dtype=float32)
     """
-    del after
-    return at_once(functools.partial(collectives.ragged_all_to_all, *operands, **options))
+    return at_once(functools.partial(collectives.ragged_all_to_all, *operands, **options), after)
 
 
 NAMES = tuple(sorted(name for name in globals() if name.endswith("_start")))

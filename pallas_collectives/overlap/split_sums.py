@@ -167,7 +167,7 @@ def _sum(
 
     traced = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
     if groups is not None or not traced:
-        return at_once(call)  # a constant's sum is one, and lax types no sums of groups
+        return at_once(call, after)  # a constant's sum is one, and lax types no sums of groups
     return start(x, axis_name, None, settled, call, narrower, leave, after)
 
 
@@ -178,8 +178,7 @@ def pmax_start(x: Any, axis_name: AxisName, *, after: Any = (), **options: Any) 
       >>> jax.vmap(lambda x: pc.pmax_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
       Array([3., 3., 3., 3.], dtype=float32)
     """
-    del after
-    return at_once(functools.partial(collectives.pmax, x, axis_name, **options))
+    return at_once(functools.partial(collectives.pmax, x, axis_name, **options), after)
 
 
 def pmin_start(x: Any, axis_name: AxisName, *, after: Any = (), **options: Any) -> Started:
@@ -189,5 +188,4 @@ def pmin_start(x: Any, axis_name: AxisName, *, after: Any = (), **options: Any) 
       >>> jax.vmap(lambda x: pc.pmin_start(x, "x").done(), axis_name="x")(jnp.arange(4.0))
       Array([0., 0., 0., 0.], dtype=float32)
     """
-    del after
-    return at_once(functools.partial(collectives.pmin, x, axis_name, **options))
+    return at_once(functools.partial(collectives.pmin, x, axis_name, **options), after)

@@ -161,14 +161,25 @@ class _UnderWay:
         return self._arrive(flights.done(self._flight, self._started, *after))
 
 
-def at_once(call: Callable[[], Any]) -> Started:
+def at_once(call: "functools.partial[Any]", after: Any) -> Started:
     """A collective that is one call where it is started, by what lets the core go on, if any does.
 
     That is lax where XLA runs the collective beside compute on the chip, and a SparseCore where one
     can and it takes long enough (`tuning.overlaps`); but for `override_lax(everything=True)`.
+
+    call: of the operand, its first argument: on GPUs XLA has that only when it has `after`.
     """
+    if (tokens := _arrays(after)) and choice.on_gpus():
+        x, *others = call.args
+        x = jax.tree.map(lambda leaf: _with(leaf, tokens), x)
+        call = functools.partial(call.func, x, *others, **call.keywords)
     with choice.beside_compute(choice.beside_compute.value is not False and choice.STARTED):
         return Started.of(call())
+
+
+def _with(x: Any, tokens: Sequence[Any]) -> Any:
+    """x, which is there only after the tokens are; a constant is there before."""
+    return lax.optimization_barrier((x, tokens))[0] if isinstance(x, jax.Array) else x
 
 
 def start(
@@ -186,12 +197,11 @@ def start(
     narrower: those of call's arguments that ask for narrower numbers, or that it does not know.
     leave: how an array sets out; it is typed as different on all devices of the axes.
     """
-    tokens = _arrays(after)
     leaves, tree = jax.tree.flatten(x)
     whole = inspect.signature(call.func).parameters
     left_out = all(name in whole and whole[name].default is narrower[name] for name in narrower)
     if not left_out or not flights.serve(settled) or not all(map(flights.moves, leaves)):
-        return at_once(call)
-    group = canonical.group_of(axis_name, groups)
+        return at_once(call, after)
+    tokens, group = _arrays(after), canonical.group_of(axis_name, groups)
     ways = [leave(varying(jnp.asarray(leaf), axis_name), group) for leaf in leaves]
     return Started(tree, (), [_UnderWay(way, tokens) for way in ways])

@@ -9,10 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
 from in_halves import AT_ONCE, EVERY, FORMS, SHIFT, N, on_devices, split, whole
+from jaxprs import primitives_in
 from pallas_collectives.backends import flights, ordered
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.overlap.started import Started
@@ -311,12 +313,49 @@ def test_bad_input_is_refused_as_by_the_whole_collective():
         lambda x: pc.psum_scatter_start(x, "x", tiled=True, precise=1),
         lambda x: pc.pbroadcast_start(x, "x", N),
         lambda x: pc.ppermute_start(x, "x", [(0, 1), (0, 2)]),
-        lambda x: pc.psum_start(x, "x", after="y"),
     ):
         with pytest.raises(CollectiveError):
             on_devices(lambda x, start=start: start(x).done(), x)
     with pytest.raises(CollectiveError, match="after='y': it must be arrays"):
         on_devices(lambda x: pc.psum_start(x, "x").done(after="y"), x)
+
+
+AFTER = {
+    **{form: lambda x, form=form, **o: EVERY[form](x, **o) for form in ("psum", *AT_ONCE)},
+    "wire": lambda x, **o: ("psum", (x, "x"), {"wire": "bfloat16", **o}),
+    "groups": lambda x, **o: ("psum", (x, "x"), {"axis_index_groups": [[*range(N)]], **o}),
+    "ragged": lambda x, **o: (
+        "ragged_all_to_all",
+        (x, x, *[jnp.ones(N, int)] * 4),
+        {"axis_name": "x", **o},
+    ),
+}
+
+
+@pytest.mark.parametrize("form", AFTER)
+def test_after_is_checked_by_every_collective(form):
+    def started(x):
+        name, args, options = AFTER[form](x, after="y")
+        return getattr(pc, f"{name}_start")(*args, **options).done()
+
+    with pytest.raises(CollectiveError, match="after='y': it must be arrays"):
+        harness.per_device(started, harness.mesh(N)).lower(jnp.ones((N, 2 * N)))
+
+
+@pytest.mark.parametrize("form", [form for form in AFTER if form != "psum"])
+def test_what_is_one_call_comes_after_what_is_named_on_gpus(by_nccl, form):
+    """By a barrier in front of it, which else it has not."""
+
+    def program(x, ahead):
+        other = jnp.sin(x)
+        name, args, options = AFTER[form](x, **({"after": other} if ahead else {}))
+        return getattr(pc, f"{name}_start")(*args, **options).done() + other
+
+    for ahead in (False, True):
+        on = {"mesh": harness.mesh(N), "in_specs": P("x"), "out_specs": P("x")}
+        mapped = jax.shard_map(functools.partial(program, ahead=ahead), check_vma=False, **on)
+        names = primitives_in(jax.make_jaxpr(mapped)(jnp.ones((N * N, 2))).jaxpr)
+        assert ("optimization_barrier" in names) == ahead
 
 
 TOO_EARLY = {
