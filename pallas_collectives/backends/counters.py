@@ -109,9 +109,9 @@ def reset_counts() -> None:
 
 
 @contextlib.contextmanager
-def calling(function: str) -> Iterator[None]:
+def calling(function: str, nbytes: int = 0) -> Iterator[None]:
     """Within this context plans are those of one call of lax's function; the outermost counts."""
-    token = _call.set(_call.get() or Call(function))
+    token = _call.set(_call.get() or Call(function, nbytes))
     try:
         yield
     finally:

@@ -166,7 +166,9 @@ def _by(plan: Plan, op: str) -> str:
 
 
 def _nbytes(steps: list[Plan]) -> int:
-    return steps[0].nbytes if isinstance(steps[0], KernelPlan) else 0
+    """A call's own bytes, and not as they are laid out for the kernel that serves it."""
+    call = steps[0].call
+    return call.nbytes if call and isinstance(steps[0], KernelPlan) else 0
 
 
 def _exposed(plans: Iterable[Plan]) -> tuple[float | None, float | None]:

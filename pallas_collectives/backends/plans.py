@@ -131,9 +131,11 @@ class Call:
 
     Attributes:
       function: the first function of lax's that binds what was called: "psum" also of a pmean.
+      nbytes: bytes of a device's operand, as the caller gave it; 0 if nothing is called.
     """
 
     function: str
+    nbytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

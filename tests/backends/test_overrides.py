@@ -97,6 +97,13 @@ def warnings(
     return warned
 
 
+def test_bytes_are_the_callers_and_not_those_of_whole_tiles() -> None:
+    with pc.override_lax():
+        run(lambda x: jax.lax.psum_scatter(x[:, :3], "x", tiled=True))
+    (line,) = pc.override_report().replaced
+    assert (line.op, line.nbytes) == ("psum_scatter", 8 * 3 * 4)
+
+
 def test_calls_out_of_reach_are_told_each_time(warnings: Callable[..., list[str]]) -> None:
     """Also where an earlier context has replaced some, as in a notebook."""
 
