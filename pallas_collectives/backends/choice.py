@@ -215,6 +215,9 @@ def _usual(platform: str) -> str:
 def _obstacle(axes: tuple[Any, ...], platform: str) -> str:
     """Why no kernel can serve a collective over `axes` under the mesh in scope; "" if one can."""
     mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.axis_names:
+        partitioning = "jax.experimental.custom_partitioning"
+        return f"no mesh is known here: {axes} are axes of vmap, or of {partitioning}"
     if not set(axes) & set(mesh.axis_names):
         return f"{axes} are axes of vmap, not of a mesh"  # lax's vmap rules take those away
     automatic = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]

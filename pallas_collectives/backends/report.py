@@ -134,7 +134,8 @@ class OverrideReport:
         return (
             f"programs built: {self.programs}, calls in them that it replaces: none. Programs that "
             "were compiled before are not built again; under jax.jit with shardings XLA makes the "
-            "collectives: call them in jax.shard_map"
+            "collectives, and jax.experimental.custom_partitioning knows no mesh: call them in "
+            "jax.shard_map"
         )
 
 

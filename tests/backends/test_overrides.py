@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.lax import psum as bound_before
 from jax.sharding import PartitionSpec as P
 
@@ -186,10 +187,32 @@ def test_programs_without_calls_are_warned_of_until_some_were_replaced(
     (warning,) = warnings(sharded)
     assert "programs built: 1, calls in them that it replaces: none" in warning
     assert "under jax.jit with shardings XLA makes the collectives" in warning
+    assert "jax.experimental.custom_partitioning knows no mesh" in warning
     assert not warnings(sharded), "told already"
     warnings(lambda: run(doubled_sum))
     overrides._told.clear()
     assert not warnings(sharded), "a step that is compiled already may hold ours"
+
+
+@pytest.mark.usefixtures("fresh_counts")
+def test_a_custom_partition_knows_no_mesh() -> None:
+    """Its collectives are lax's; JAX 0.10 traces them outside of all contexts, besides."""
+    on = harness.mesh(2)
+    rows = jax.NamedSharding(on, P("x"))
+    x = jax.device_put(np.arange(4.0), rows)
+    for module, told in ((jax.lax, None), (pc, "no mesh is known here: ('x',) are axes of vmap")):
+        swap = functools.partial(module.ppermute, axis_name="x", perm=[(0, 1), (1, 0)])
+        swapped = custom_partitioning(lambda x: x)
+        swapped.def_partition(
+            partition=lambda mesh, *_, swap=swap: (mesh, swap, rows, (rows,)),
+            infer_sharding_from_operands=lambda *_: rows,
+            sharding_rule="i -> i",
+        )
+        with pc.override_lax():
+            np.testing.assert_array_equal(jax.jit(swapped)(x), [2, 3, 0, 1])
+        assert not pc.override_report().replaced
+        if told:
+            assert {why[: len(told)] for why in pc.fallback_counts()} == {told}
 
 
 def test_what_only_and_keep_leave_is_told_and_not_warned_of(
