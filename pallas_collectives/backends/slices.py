@@ -159,6 +159,15 @@ def split(group: Group, slice_of: np.ndarray) -> Split | None:
     return Split(inside, across, order)
 
 
+def obstacle(group: Group, axes: tuple[str, ...] | None) -> str:
+    """Why no kernel by itself serves a group, its slices as of `slices`; "" if one does."""
+    try:
+        within = split(group, slices(group, axes)) is None
+    except SliceError as error:
+        return str(error)
+    return "" if within else "the devices lie in several slices"
+
+
 def _along(group: Group, wanted: list[bool]) -> Group:
     """The group over some of its axes."""
     kept = [i for i, w in enumerate(wanted) if w]

@@ -103,9 +103,7 @@ class Ways(NamedTuple):
         chip = chips.current()
         if not placement.reaches(reach.everyone(group), group, chip):
             return f"{chip.name} cannot write to all devices"
-        if len(set(slices.slices(group, self.how.across).reshape(-1).tolist())) > 1:
-            return "devices lie in several slices"
-        return ""
+        return slices.obstacle(group, self.how.across)
 
 
 def arrive(

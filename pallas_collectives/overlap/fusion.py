@@ -39,7 +39,7 @@ from pallas_collectives.backends.plans import (
     Candidate,
     ProductPlan,
 )
-from pallas_collectives.errors import AlgorithmError, ReachError, SliceError, VmemError
+from pallas_collectives.errors import AlgorithmError, ReachError
 from pallas_collectives.kernels import matmul_plan
 from pallas_collectives.kernels.machinery.product import Problem
 from pallas_collectives.topology import chips, placement
@@ -86,26 +86,21 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
         if spec.wish == FUSED:
             return _pipelined(op, xs[0].ndim, spec, why)
         return _plan(op, spec, UNFUSED, why)
-    if reason := _operands_obstacle(op, xs, ws, spec):
-        return refused(op, spec, reason)
     group = canonical.group_of(spec.axis_name)
+    if reason := _operands_obstacle(op, xs, ws, spec) or slices.obstacle(group, how.across):
+        return refused(op, spec, reason)
     x_shape = (*xs[0].shape[:-1], sum(x.shape[-1] for x in xs))
     operands = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (*xs, *ws))
     try:
-        if slices.split(group, slices.slices(group, how.across)) is not None:
-            return refused(op, spec, _SEVERAL_SLICES)
         group = products.on_wires(group)
         plan, block_bytes = products.plan(op, x_shape, xs[0].dtype, ws, spec, group)
         products.effects(op, spec, operands)
-    except (SliceError, VmemError, *UNSERVABLE) as error:
+    except UNSERVABLE as error:
         return refused(op, spec, str(error))
     if spec.wish:
         return _plan(op, spec, FUSED, "it was asked for")
     modelled = cost(op, plan, spec, group, block_bytes, operands if len(xs) > 1 else ())
     return _faster(op, spec, modelled, "in one kernel")
-
-
-_SEVERAL_SLICES = "the devices lie in several slices"
 
 
 def _on_gpus(op: str, spec: Spec, work: nccl_products.ProductWork) -> ProductPlan:
@@ -163,11 +158,10 @@ def as_devices_lie(plan: ProductPlan, spec: Spec) -> ProductPlan:
 
     Raises:
       AlgorithmError: "fused" was asked for by name, and no kernel serves devices so placed.
-      SliceError: no steps serve the slices in which they lie.
     """
     group = canonical.group_of(spec.axis_name)
-    if slices.split(group, slices.slices(group, spec.how.across)) is not None:
-        return refused(plan.op, spec, _SEVERAL_SLICES)
+    if reason := slices.obstacle(group, spec.how.across):
+        return refused(plan.op, spec, reason)
     try:
         placement.check_ring(plan.op, placement.arranged(group))
     except ReachError as error:

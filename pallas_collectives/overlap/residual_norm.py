@@ -30,7 +30,7 @@ from pallas_collectives.backends import (
 )
 from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, ProductPlan
 from pallas_collectives.collectives import LAX
-from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError, VmemError
+from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
 from pallas_collectives.kernels import residual_norm
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
@@ -227,11 +227,10 @@ def _as_devices_lie(
 
     Raises:
       AlgorithmError: "fused" was asked for by name, and the devices lie so that it cannot be.
-      SliceError: they lie in slices in a way that no steps serve.
     """
     group, chip = spec.group, chips.current()
-    if slices.split(group, slices.slices(group, spec.how.across)) is not None:
-        return _refused(spec, "the devices lie in several slices")
+    if reason := slices.obstacle(group, spec.how.across):
+        return _refused(spec, reason)
     group = placement.arranged(group)
     gather = catalogue.COLLECTIVES["all_reduce"].algorithm(_GATHER)
     if gather is None or not fastest.serves(gather, group, chip):
@@ -359,7 +358,7 @@ def _effects(shapes: tuple[jax.ShapeDtypeStruct, ...], spec: Spec, mesh: AnyMesh
     with counters.uncounted(), placement.settled_later():
         try:
             return launch.effects(functools.partial(_kernel, spec=spec), *shapes)
-        except (VmemError, *UNSERVABLE):
+        except UNSERVABLE:
             return launch.effects(functools.partial(_sum, spec=spec), shapes[0])
 
 

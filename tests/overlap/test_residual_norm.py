@@ -182,6 +182,14 @@ def test_other_backends_run_apart(backend: str, monkeypatch: pytest.MonkeyPatch)
     }
 
 
+def test_devices_of_which_each_is_a_slice_run_apart() -> None:
+    arrays = operands(8, 128, "float32")
+    with pc.across_slices("x"):
+        got = run(lambda *arrays: pc.psum_residual_rmsnorm(*arrays, "x", eps=EPS), *arrays)
+    close(got[1], np.broadcast_to(expected(*arrays)[1], got[1].shape), "float32")
+    assert "no two of its devices are in the same slice" in str(pc.fusion_counts())
+
+
 def test_large_ones_run_apart_by_themselves() -> None:
     pod = Machine.named("v5e:16")
 
