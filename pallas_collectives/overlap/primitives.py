@@ -33,6 +33,7 @@ from pallas_collectives.backends import (
 from pallas_collectives.backends.pallas import products as pallas_fused
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import FUSED, PIPELINED, UNFUSED, ProductPlan
+from pallas_collectives.collectives import LAX
 from pallas_collectives.kernels.machinery import launch as kernels
 from pallas_collectives.kernels.machinery.blocks import block_shape, whole_shape
 from pallas_collectives.lowering import fusing, placed, remat
@@ -58,16 +59,16 @@ def all_gather_matmul(
             backend=_permutes(spec),
         )
         return [gathered, *products]
-    gathered = collectives.all_gather(
-        x,
-        spec.axis_name,
+    gather = functools.partial(
+        collectives.all_gather,
+        axis_name=spec.axis_name,
         axis=spec.axis,
         tiled=True,
         order=spec.how.order,
         backend=_named(spec),
         **wires,
     )
-    return [gathered, *(product(gathered, w, spec) for w in ws)]
+    return _apart(GATHER, [x, *ws], spec, gather)
 
 
 def matmul_reduce_scatter(
@@ -89,21 +90,35 @@ def matmul_reduce_scatter(
             preferred_element_type=spec.out_dtype,
             backend=_permutes(spec),
         )
-    wide = spec.precise and jnp.issubdtype(spec.out_dtype, jnp.floating)
-    wire = dataclasses.replace(spec, out_dtype=jnp.dtype(jnp.float32) if wide else spec.out_dtype)
-    total = sum(product(x, w, wire) for x, w in zip(xs[1:], ws[1:], strict=True))
-    total = product(xs[0], ws[0], wire) + total
-    scattered = collectives.psum_scatter(
-        total,
-        spec.axis_name,
+    scatter = functools.partial(
+        collectives.psum_scatter,
+        axis_name=spec.axis_name,
         scatter_dimension=spec.axis,
         tiled=True,
         order=spec.how.order,
         backend=_named(spec),
         **wires,
     )
-    scattered = scattered if spec.scale == 1.0 else scattered * spec.scale
-    return scattered.astype(spec.out_dtype)
+    return _apart(SCATTER, [*xs, *ws], spec, scatter)[0]
+
+
+def _apart(
+    op: str,
+    operands: Sequence[jax.Array],
+    spec: Spec,
+    collective: Callable[[jax.Array], jax.Array],
+) -> list[jax.Array]:
+    """The results of `op` by XLA's products, and what gathers or scatters one array."""
+    if op == GATHER:
+        x, *ws = operands
+        gathered = collective(x)
+        return [gathered, *(product(gathered, w, spec) for w in ws)]
+    narrow = jnp.issubdtype(spec.out_dtype, jnp.floating) and jnp.dtype(spec.out_dtype).itemsize < 4
+    wide = dataclasses.replace(spec, out_dtype=jnp.float32) if spec.precise and narrow else spec
+    pairs = zip(*pallas_fused.halves(operands), strict=True)
+    scattered = collective(functools.reduce(jnp.add, (product(x, w, wide) for x, w in pairs)))
+    scaled = scattered if spec.scale == 1.0 else scattered * spec.scale
+    return [scaled.astype(spec.out_dtype)]
 
 
 def product(x: jax.Array, w: jax.Array, spec: Spec) -> jax.Array:
@@ -144,19 +159,17 @@ def _alike(operands: Sequence[jax.Array], spec: Spec) -> list[jax.Array]:
 # Primitives ---------------------------------------------------------------------------------------
 
 
-def _apart(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
-    """The same if a lowering finds devices so placed that no kernel can serve."""
+def _collective(op: str, spec: Spec, x: jax.Array) -> jax.Array:
+    """The collective alone, within a lowering that finds no kernel for devices so placed."""
     how = dataclasses.replace(spec.how, algorithm=None)
-    options = {"axis_name": spec.axis_name, "axis_size": spec.size, "tiled": True}
+    axis: dict[str, Any] = {"axis_name": spec.axis_name, "tiled": True}
     if op == GATHER:
-        x, *ws = operands
-        gathered = serving.run("all_gather", how, x, all_gather_dimension=spec.axis, **options)
-        return [gathered, *(product(gathered, w, spec) for w in ws)]
-    xs, ws = pallas_fused.halves(operands)
-    total: Any = sum(product(x, w, spec) for x, w in zip(xs, ws, strict=True))
-    how = dataclasses.replace(how, precise=spec.precise)
-    total = serving.run("reduce_scatter", how, total, scatter_dimension=spec.axis, **options)
-    return [(total if spec.scale == 1.0 else total * spec.scale).astype(spec.out_dtype)]
+        name, along = "all_gather", {"all_gather_dimension": spec.axis}
+        by_lax: Any = lambda x, **_: LAX.all_gather(x, axis=spec.axis, **axis)  # noqa: E731
+    else:
+        name, along = "reduce_scatter", {"scatter_dimension": spec.axis}
+        by_lax = lambda x, **_: LAX.psum_scatter(x, **along, **axis)  # noqa: E731
+    return serving.served(name, how, by_lax, x, axis_size=spec.size, **along, **axis)
 
 
 def lowered(
@@ -173,7 +186,7 @@ def lowered(
         plan = fusion.as_devices_lie(plan, spec)
     if plan.algorithm == UNFUSED:
         counters.note(plan)
-        return _apart(op, *operands, spec=spec)
+        return _apart(op, operands, spec, functools.partial(_collective, op, spec))
     with kernels.told() as chunking:
         results = (nccl_products if on_gpus else pallas_fused).kernel(op, *operands, spec=spec)
     primitive = _gather_p if op == GATHER else _scatter_p

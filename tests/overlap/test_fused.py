@@ -14,7 +14,9 @@ import in_order
 import pallas_collectives as pc
 from benchmarks.settings import FlagError
 from pallas_collectives import errors
+from pallas_collectives.backends import slices
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER
+from pallas_collectives.overlap import fusion
 from products import N, gathered, multiplied, per_device, ran, reasons, scattered
 
 
@@ -263,6 +265,32 @@ def test_elsewhere_the_same_function_is_a_pipeline(op: str) -> None:
     want = multiplied(gathered(x, 0), w) if op == GATHER else scattered(x, w, 0)
     np.testing.assert_array_equal(got, want)
     assert ran(op) == {"pipelined"}
+
+
+@pytest.mark.parametrize("op", [GATHER, SCATTER])
+@pytest.mark.parametrize(
+    "places, said", [([0, 0, 1, 1], "in several slices"), ([0, 1, 2, 3], "no two of its devices")]
+)
+def test_devices_that_lie_in_slices_run_apart_as_if_it_was_asked_for(
+    op: str, places: list[int], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is known while lowering. A precise sum of bfloat16 is rounded once then, too."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((4, 64, 128)).astype(jnp.bfloat16)
+    w = rng.standard_normal((4, 128, 128)).astype(jnp.bfloat16)
+    options: Any = {"reduce": "mean", "precise": True} if op == SCATTER else {}
+
+    def run(algorithm: str | None) -> np.ndarray:
+        return per_device(
+            lambda x, w: getattr(pc, op)(x, w, "x", algorithm=algorithm, **options), x, w, n=4
+        )[0]
+
+    monkeypatch.setattr(fusion, "cost", lambda *_: fusion.Cost(fused=0.0, unfused=1.0))
+    monkeypatch.setattr(slices, "_of_devices", lambda group, mesh: np.array(places))
+    jax.clear_caches()
+    got = run(None)
+    assert ran(op) == {"unfused"} and said in reasons()
+    np.testing.assert_array_equal(got, run("unfused"))
 
 
 def test_large_products_are_fused_where_it_pays() -> None:
