@@ -1,6 +1,7 @@
 """The records: what they name is there, and kernels do as they say."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import jax
@@ -63,6 +64,16 @@ def test_a_name_that_is_taken_is_refused() -> None:
     ):
         pass
     assert ALGORITHMS["all_gather"] == before
+
+
+def test_names_are_looked_up_in_a_table_that_is_made_when_a_record_is_added() -> None:
+    before = catalogue.primitives()
+    assert catalogue.primitives() is before  # it is asked for every equation of a program
+    record = COLLECTIVES["all_gather"]
+    other = dataclasses.replace(record, name="b", functions={"f": ("p", None)}, primitives=())
+    with catalogue.added(other):
+        assert catalogue.functions()["f"] is other
+    assert "f" not in catalogue.functions() and catalogue.primitives() == before
 
 
 @pytest.mark.parametrize("record", COLLECTIVES.values(), ids=lambda record: record.name)

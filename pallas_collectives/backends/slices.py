@@ -19,6 +19,7 @@ lowered. Or `across_slices` says it. All of this stands above a backend's canoni
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -312,6 +313,7 @@ def _numbered(group: Group, axes: tuple[str, ...]) -> np.ndarray:
     return number
 
 
+@functools.lru_cache(maxsize=256)
 def _of_devices(group: Group, mesh: Mesh) -> np.ndarray:
     order = [mesh.axis_names.index(axis) for axis in group.axes]
     order += [i for i, axis in enumerate(mesh.axis_names) if axis not in group.axes]
@@ -319,7 +321,8 @@ def _of_devices(group: Group, mesh: Mesh) -> np.ndarray:
     ways = set()
     for beside in devices.T:
         slices = [getattr(device, "slice_index", 0) for device in beside]
-        ways.add(tuple(list(dict.fromkeys(slices)).index(s) for s in slices))
+        numbers = {s: number for number, s in enumerate(dict.fromkeys(slices))}
+        ways.add(tuple(numbers[s] for s in slices))
     if len(ways) > 1:
         raise _not_in_steps(group, "groups along the same axes lie in slices in different ways")
     return np.array(ways.pop()).reshape(group.sizes)

@@ -9,6 +9,7 @@ says what they hold.
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 
@@ -367,11 +368,13 @@ class _Names(Mapping[str, tuple[str, ...]]):
 ALGORITHMS: Mapping[str, tuple[str, ...]] = _Names()
 
 
+@functools.cache
 def functions() -> dict[str, Collective]:
     """The collective of each public function, by the function's name."""
     return {name: record for record in _records.values() for name in record.functions}
 
 
+@functools.cache
 def primitives() -> dict[str, tuple[Collective, Primitive]]:
     """What serves each of lax's primitives, by the primitive's name."""
     return {p.name: (record, p) for record in _records.values() for p in record.primitives}
@@ -393,8 +396,7 @@ def added(*records: Collective | tuple[str, Algorithm]) -> Iterator[None]:
             _add(record)
         yield
     finally:
-        _records.clear()
-        _records.update(before)
+        _put(before)
 
 
 def _add(record: Collective | tuple[str, Algorithm]) -> None:
@@ -403,10 +405,18 @@ def _add(record: Collective | tuple[str, Algorithm]) -> None:
         names = {record.name, *record.functions, *(p.name for p in record.primitives)}
         if names & taken:
             raise ValueError(f"{min(names & taken)!r} is in the catalogue already; name it anew.")
-        _records[record.name] = record
+        _put(_records | {record.name: record})
         return
     op, algorithm = record
     if algorithm.name in ALGORITHMS[op]:
         raise ValueError(f"{op} has an algorithm {algorithm.name!r} already; name it anew.")
     algorithms = (*_records[op].algorithms, algorithm)
-    _records[op] = dataclasses.replace(_records[op], algorithms=algorithms)
+    _put(_records | {op: dataclasses.replace(_records[op], algorithms=algorithms)})
+
+
+def _put(records: dict[str, Collective]) -> None:
+    """Makes these the catalogue."""
+    _records.clear()
+    _records.update(records)
+    functions.cache_clear()
+    primitives.cache_clear()

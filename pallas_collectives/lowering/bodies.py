@@ -43,7 +43,8 @@ def register() -> None:
 def _as_one(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """The same as one equation, so that it is lowered where its mesh and axes are known."""
     variables = [v for v in jaxpr.outvars if isinstance(v, core.Var)]
-    made = [v for v in dict.fromkeys(variables) if v not in {*jaxpr.invars}]
+    given = {*jaxpr.invars}
+    made = [v for v in dict.fromkeys(variables) if v not in given]
     closed = core.ClosedJaxpr(jaxpr.replace(outvars=made), ())
     with jax.sharding.use_abstract_mesh(jaxpr.eqns[0].ctx.cur_abstract_mesh):
         params = {"closed": closed}

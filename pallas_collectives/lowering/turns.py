@@ -36,8 +36,8 @@ _OPAQUE = frozenset(
         *_FUSED,
         *("ragged_dot_general", "ragged_dot", "conv_general_dilated", "fft", "sort"),
     }
-)
-
+)  # What may take long.
+_COMPUTES = _OPAQUE | {_PRODUCT}
 
 # Products are counted at the matrix unit's full rate, and with the work between them take longer:
 # in the built-in steps 1.2 times as long by XLA's cycles, or more.
@@ -105,12 +105,12 @@ class Step:
     @property
     def is_opaque(self) -> bool:
         """Whether it computes what `seconds` does not see."""
-        return self.eqn is not None and _holds(self.eqn, _OPAQUE)
+        return self.eqn is not None and _holds(self.eqn, _OPAQUE.__contains__)
 
     @property
     def computes(self) -> bool:
         """Whether it may take long, within its own programs too."""
-        return self.eqn is not None and _holds(self.eqn, _OPAQUE | {_PRODUCT})
+        return self.eqn is not None and _holds(self.eqn, _COMPUTES.__contains__)
 
     @property
     def exchanges(self) -> bool:
@@ -142,7 +142,7 @@ class Step:
     @property
     def updates(self) -> bool:
         """Whether it writes a slice of what it reads, within its own programs too."""
-        return self.eqn is not None and _holds(self.eqn, _UPDATES)
+        return self.eqn is not None and _holds(self.eqn, _UPDATES.__contains__)
 
     def run(self, values: dict[int, Any], **wishes: Any) -> None:
         """Adds its results.
@@ -362,12 +362,13 @@ def _seconds(eqn: JaxprEqn, chip: chips.Chip) -> float:
 def exchanges(eqn: JaxprEqn) -> bool:
     """Whether an equation or one within it is a collective, lax's or ours."""
     known = catalogue.primitives()
-    return _holds(eqn, frozenset(known) | {f"pallas_{name}" for name in known})
+    return _holds(eqn, lambda name: name.removeprefix("pallas_") in known)
 
 
-def _holds(eqn: JaxprEqn, names: frozenset[str]) -> bool:
+def _holds(eqn: JaxprEqn, wanted: Callable[[str], bool]) -> bool:
+    """Whether an equation's primitive, or that of one within it, is wanted, by name."""
     inner = (e for jaxpr in _programs_of(eqn) for e in jaxpr.eqns)
-    return eqn.primitive.name in names or any(_holds(e, names) for e in inner)
+    return wanted(eqn.primitive.name) or any(_holds(e, wanted) for e in inner)
 
 
 def _programs_of(eqn: JaxprEqn) -> list[core.Jaxpr]:

@@ -260,6 +260,22 @@ def test_gpus_of_one_host_are_those_of_each_group(monkeypatch: pytest.MonkeyPatc
         slices._mesh.reset(token)
 
 
+def test_each_device_is_numbered_once() -> None:
+    """Also in a pod, at each collective."""
+    hashed: list[int] = []
+
+    class Index(int):
+        def __hash__(self) -> int:
+            hashed.append(self)
+            return int(self)
+
+    known = slices_of((64,), [Index(i // 8) for i in range(64)])
+    group = Group(("x",), (64,))
+    for _ in range(2):
+        assert slices._of_devices(group, known).tolist() == [i // 8 for i in range(64)]
+    assert len(hashed) <= 3 * 64
+
+
 def test_an_axis_over_two_slices_is_split_by_groups() -> None:
     group = Group(("x",), (8,))
     known = slices_of((8,), [0, 0, 1, 1, 0, 0, 1, 1])
