@@ -339,6 +339,6 @@ def _pvary_transpose(cotangent: Tangent, *args: Any, axes: Any) -> Any:
         overrides.note_kept("psum")
         return _LAX_PVARY_TRANSPOSE(cotangent, *args, axes=axes)
     rule = functools.partial(_LAX_PVARY_TRANSPOSE, axes=axes)
-    how = choice.choose(axes, None, None)
+    how = choice.asked(choice.choose(axes, None, None), cotangent, adds=True)
     how = choice.over_wires(how, _wires_of("psum").get("wire"), None)
     return primitives.with_twins(how, rule, cotangent, *args)

@@ -1,5 +1,6 @@
 """The NCCL backend against jax.lax: on GPUs (-m gpu), and its plumbing on a wire of host memory."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -320,6 +321,23 @@ def test_lax_keeps_of_a_step_what_xla_runs_beside_compute(by, monkeypatch):
     with pc.override_lax(everything=True):
         jax.jit(jax.shard_map(lambda *args: step(*args), **how)).lower(w, x)
     assert not pc.override_report().left
+
+
+@pytest.mark.parametrize("by", ["override_lax", "overridden"])
+def test_lax_keeps_large_sums_that_check_vma_adds(by, monkeypatch):
+    monkeypatch.setattr(choice, "_usual", lambda platform: "nccl")
+
+    def loss(weights, x):
+        return sum(jnp.sum(x[0, 0] * w) for w in weights)
+
+    specs = {"in_specs": (P(), P("x")), "out_specs": P(), "check_vma": True}
+    step = jax.shard_map(lambda *args: jax.grad(loss)(*args), mesh=harness.mesh(N), **specs)
+    weights = [jax.ShapeDtypeStruct((n, 1024), jnp.float32) for n in (8, 1024)]
+    pc.reset_counts()
+    with pc.override_lax() if by == "override_lax" else contextlib.nullcontext():
+        fn = pc.overridden(step) if by == "overridden" else step
+        jax.jit(fn).lower(weights, jax.ShapeDtypeStruct((N, 1024), jnp.float32))
+    assert sorted((by, n) for (_, by, _), n in pc.counts().items()) == [("nccl", 1), ("xla", 1)]
 
 
 def test_a_step_keeps_the_order_of_sums(monkeypatch):
