@@ -343,6 +343,14 @@ def test_explain_takes_axes_in_the_order_in_which_the_call_does() -> None:
     assert pc.explain("psum", 4096, mesh=mesh, axis_name=("y", "x")).devices == 8
 
 
+def test_a_start_in_the_order_of_the_ranks_is_the_kernels_as_in_the_call() -> None:
+    free, ranked = (
+        pc.explain("psum_start", 64 * MIB, devices=8, chip="7x", order=order)
+        for order in (None, "rank")
+    )
+    assert (free.algorithm, ranked.algorithm) == ("lax's own", "exchange")
+
+
 def test_a_mesh_is_a_mesh() -> None:
     with pytest.raises(CollectiveError, match="mesh=5"):
         pc.explain("psum", 1024, mesh=5, axis_name="x")

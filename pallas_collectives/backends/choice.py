@@ -164,15 +164,19 @@ def choose(
             value = ", ".join(f"{k}={v!r}" for k, v in asked.items())
             raise BackendError(value, obstacle, _remedy(name, platform, [*asked]))
         return How("xla", fallback=obstacle, order=order)
-    how = How(chosen, name is not None, "", algorithm, precise, order)
-    beside = bool(beside_compute.value) and not how.strict and order is None
-    fuses = beside and fuse.value and bool(_ahead())
-    how = dataclasses.replace(how, beside=beside, fuses=fuses)
+    how = in_step(How(chosen, name is not None, "", algorithm, precise, order))
+    how = dataclasses.replace(how, fuses=how.beside and fuse.value and bool(_ahead()))
     if chosen != "pallas":
         return how
     return dataclasses.replace(
         how, interpret=_interpret(platform), across=slices.marked(), ahead=_ahead()
     )
+
+
+def in_step(how: How) -> How:
+    """The same, told whether the step around the call matters (`How.beside`)."""
+    free = not how.strict and how.order is None
+    return dataclasses.replace(how, beside=free and bool(beside_compute.value))
 
 
 def asked(how: How, x: Any, *, adds: bool) -> How:

@@ -238,7 +238,8 @@ def _planned(
 ) -> list[Plan]:
     """The plans that a call makes: its own code runs, with nothing to launch at its end."""
     primitive, plainly = catalogue.functions()[_whole(op)].functions[_whole(op)]
-    how = How("pallas", across=hierarchy.marked(), order=order, beside=op in split.NAMES)
+    with choice.beside_compute(op in split.NAMES and choice.STARTED):
+        how = choice.in_step(How("pallas", across=hierarchy.marked(), order=order))
     how = choice.over_wires(how, wire, None)
 
     def call(x: jax.Array) -> jax.Array:
