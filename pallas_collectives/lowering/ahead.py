@@ -244,7 +244,7 @@ class Rewritten:
             elif not any(step in others for others in (handed_on, late, self.early, tail)):
                 run_all([step])
                 computed.update(step.writes)
-                if step.is_product and gradients.isdisjoint(step.writes):
+                if step.multiplies and gradients.isdisjoint(step.writes):
                     chain.passed(step, then)
         ends = [*numbers(self.loop.carried), *self.made]
         chain.end(number for number in ends if number in computed)

@@ -53,7 +53,7 @@ class Chain:
         It does not start behind a result that is larger than all gradients, which XLA might keep
         for the barrier alone, nor where the products to come take less time than the sum.
         """
-        (made,) = product.writes
+        made = min(product.writes, key=lambda number: self._values[number].nbytes)
         fits = self._values[made].nbytes <= self._largest
         if self._waiting and self._done <= now <= self._ends - self._waiting[0].seconds and fits:
             self._start(self._waiting.pop(0), now, made)
