@@ -36,7 +36,9 @@ _OPAQUE = frozenset(
         *_FUSED,
         *("ragged_dot_general", "ragged_dot", "conv_general_dilated", "fft", "sort"),
     }
-)  # What may take long.
+)
+
+# All that may take long.
 _COMPUTES = _OPAQUE | {_PRODUCT}
 
 # Products are counted at the matrix unit's full rate, and with the work between them take longer:
