@@ -80,7 +80,7 @@ def test_explain_gives_the_reason_by_which_it_was_decided(op, pod, axes):
             wanted = "(v4's SparseCores: Pallas does not reach its SparseCores)"
         elif there is None:
             wanted = "(a SparseCore adds along rings and lines alone"
-        elif there < 50:
+        elif there < 30:
             wanted = "(it is too short to be worth a SparseCore's launch)"
         elif there > 2 * here:
             wanted = (
