@@ -165,10 +165,14 @@ def _collective(op: str, spec: Spec, x: jax.Array) -> jax.Array:
     axis: dict[str, Any] = {"axis_name": spec.axis_name, "tiled": True}
     if op == GATHER:
         name, along = "all_gather", {"all_gather_dimension": spec.axis}
-        by_lax: Any = lambda x, **_: LAX.all_gather(x, axis=spec.axis, **axis)  # noqa: E731
+        lax_call = functools.partial(LAX.all_gather, axis=spec.axis, **axis)
     else:
         name, along = "reduce_scatter", {"scatter_dimension": spec.axis}
-        by_lax = lambda x, **_: LAX.psum_scatter(x, **along, **axis)  # noqa: E731
+        lax_call = functools.partial(LAX.psum_scatter, **along, **axis)
+
+    def by_lax(x: jax.Array, **_: Any) -> Any:
+        return lax_call(x)
+
     return serving.served(name, how, by_lax, x, axis_size=spec.size, **along, **axis)
 
 
