@@ -48,7 +48,7 @@ class Chain:
             self._start(new, now)
 
     def passed(self, product: Step, now: float) -> None:
-        """A product has been traced, which ends now: a sum that can start by then does.
+        """A product, or a kernel of some, has been traced, which ends now: a sum may start by then.
 
         It does not start behind a result that is larger than all gradients, which XLA might keep
         for the barrier alone, nor where the products to come take less time than the sum.
