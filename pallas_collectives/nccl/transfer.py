@@ -14,6 +14,7 @@ waits for it there; the host waits only in `wait`.
 import collections
 import dataclasses
 import functools
+import threading
 import time
 import weakref
 import zlib
@@ -34,6 +35,7 @@ from pallas_collectives.nccl.communicator import Messages, exchange
 _streams: weakref.WeakKeyDictionary[group.Group, dict[int, int]] = weakref.WeakKeyDictionary()
 # Transfers whose memory the device may still use, although nobody may hold their handles.
 _pending: "collections.deque[Transfer]" = collections.deque()
+_forgetting = threading.Lock()
 
 
 class Transfer:
@@ -247,8 +249,9 @@ def _start(
     sharding: Sharding,
     shards: dict[jax.Device, jax.Array],
 ) -> Transfer:
-    while _pending and _pending[0]._over():
-        _pending.popleft()
+    with _forgetting:  # else two threads see one over, and the second drops that behind it
+        while _pending and _pending[0]._over():
+            _pending.popleft()
     runtime, transfer = over.runtime, Transfer(over, shape, dtype, sharding)
     streams = _streams.setdefault(over, {})
     lanes = {}

@@ -1,5 +1,8 @@
 """send_or_recv over a wire of host memory, against jax.device_put."""
 
+import contextlib
+import threading
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -101,6 +104,34 @@ def test_a_second_transfer_uses_the_first_ones_group_and_streams(runtime):
     (over,) = group._groups.values()
     assert len(transfer._streams[over]) == 6
     assert len(transfer._pending) == 1, "transfers that are over are forgotten"
+
+
+class Pending:
+    """A transfer that two threads look at together, if they can."""
+
+    def __init__(self, over, looking):
+        self.over, self.looking = over, looking
+
+    def _over(self):
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self.looking.wait(0.5)
+        return self.over
+
+
+def test_two_threads_forget_no_transfer_that_is_under_way(runtime):
+    shape, source, target = case("4 to 2")
+    x = jax.device_put(np.ones(shape), source)
+
+    def move(name):
+        nccl.send_or_recv(x, target, name=name, runtime=runtime)
+
+    move("one")
+    move("two")
+    transfer._pending.clear()
+    under_way = Pending(False, threading.Barrier(1))
+    transfer._pending.extend([Pending(True, threading.Barrier(2)), under_way])
+    assert nccl_host.in_threads(lambda: move("one"), lambda: move("two")) == [None, None]
+    assert transfer._pending[0] is under_way
 
 
 def test_the_source_survives_and_a_result_can_be_used_again(runtime):
