@@ -254,6 +254,7 @@ def create(
 _groups: dict[tuple[str, tuple[jax.Device, ...]], Group] = {}
 _options: dict[str, Any] = {}
 _creating = threading.Lock()
+_storing = threading.Lock()  # never for long, as `_creating` is
 
 
 def configure(**options: Any) -> None:
@@ -287,7 +288,9 @@ def get(devices: Sequence[jax.Device], *, name: str, **options: Any) -> Group:
             group.abort()
             group = None
         if group is None:
-            group = _groups[key] = create(devices, name=name, **(_options | options))
+            group = create(devices, name=name, **(_options | options))
+            with _storing:
+                _groups[key] = group
     return group
 
 
@@ -304,7 +307,9 @@ def check() -> None:
     for key, group in list(_groups.items()):
         if not group.usable:
             group.abort()  # of a call that NCCL left half done; else it is over already
-            del _groups[key]
+            with _storing:
+                if _groups.get(key) is group:  # not one that `get` has made meanwhile
+                    del _groups[key]
         if isinstance(group.reason, PeerError):
             raise group.reason
 

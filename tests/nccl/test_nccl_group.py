@@ -183,6 +183,27 @@ def test_closed_is_closed_and_get_makes_a_new_one():
     second.close()
 
 
+@pytest.mark.parametrize("new", [False, True])
+def test_check_forgets_the_group_that_it_aborted_and_no_other(new, monkeypatch):
+    """Another thread has forgotten it meanwhile, and perhaps made a new one."""
+    (runtime,) = nccl_host.runtimes()
+    get = functools.partial(group.get, [Device(0, 0, 0)], name="meanwhile", runtime=runtime)
+    monkeypatch.setattr(group, "_groups", {})
+    first, made = get(), []
+    first.abort()
+
+    def meanwhile():
+        monkeypatch.delattr(first, "abort")  # from here on it is the class's
+        group.check()
+        made.extend([get()] if new else [])
+
+    monkeypatch.setattr(first, "abort", meanwhile, raising=False)
+    group.check()
+    assert list(group._groups.values()) == made
+    for g in made:
+        g.close()
+
+
 def test_use_after_abort_raises_and_wakes_who_waits():
     g = one_process()
     x = np.zeros((N, N), np.int32)
