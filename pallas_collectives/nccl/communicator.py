@@ -171,7 +171,9 @@ class Communicator:
             function(*args, self.handle, stream)
         except Exception as error:
             raise_for(error, self.failure(name, error))
-        self.end(stream)
+        finally:
+            if self._reason is None:  # NCCL has done it, or nothing of it
+                self.end(stream)
 
     def plan(self, call: Callable[[], None]) -> None:
         """Has NCCL plan the collective that `call` makes, and connect the peers that it would use.
@@ -199,7 +201,7 @@ class Communicator:
             self.board.enter(stream, _signature(call))
 
     def end(self, stream: Address) -> None:
-        """After every call, once NCCL has put its work on the stream."""
+        """After every call, once NCCL has put its work on the stream or refused it."""
         if self.board is not None:
             self.board.leave(stream)
 
@@ -291,11 +293,13 @@ def exchange(messages: Sequence[Messages], dtype: DType | str, what: str) -> Non
     """
     code, width = dtypes.moved(dtype)
     for m in messages:
+        m.communicator.check()  # before any other begins
         for _, _, peer in (*m.sends, *m.recvs):
             m.communicator.check_peer(peer)
     for m in messages:
         m.communicator.begin(("exchange", what), m.stream)
-    nccl = messages[0].communicator._nccl
+    first = messages[0].communicator
+    nccl = first._nccl
     try:
         nccl.group_start()
         try:
@@ -308,6 +312,8 @@ def exchange(messages: Sequence[Messages], dtype: DType | str, what: str) -> Non
         finally:
             nccl.group_end()
     except Exception as error:
-        raise_for(error, messages[0].communicator.failure("ncclSend and ncclRecv", error))
-    for m in messages:
-        m.communicator.end(m.stream)
+        raise_for(error, first.failure("ncclSend and ncclRecv", error))
+    finally:
+        if first._reason is None:  # as in `_issue`
+            for m in messages:
+                m.communicator.end(m.stream)

@@ -8,8 +8,10 @@ import pytest
 
 import nccl_host
 from nccl_host import Device, HostBoard, in_threads
+from nccl_wire import WireError
 from pallas_collectives.nccl import group, progress, watchdog
-from pallas_collectives.nccl.errors import PeerError
+from pallas_collectives.nccl.communicator import Messages, exchange
+from pallas_collectives.nccl.errors import CallError, CommunicatorError, PeerError
 from pallas_collectives.nccl.watchdog import RankReport
 
 
@@ -183,6 +185,43 @@ def test_ncclls_own_asynchronous_error_fails_the_group():
     for g in groups:
         with pytest.raises(PeerError, match="remote process exited"):
             g.check()
+
+
+def boarded():
+    """A group of two ranks of one process, whose boards no watchdog reads."""
+    (runtime,) = nccl_host.runtimes()
+    g = group.create([Device(i, 0, i) for i in range(2)], runtime=runtime)
+    for c in g.communicators.values():
+        c.board = HostBoard()
+    return g
+
+
+@pytest.mark.parametrize("status, ended", [(5, 1), (6, 0)])
+@pytest.mark.parametrize("function", ["all_gather", "send", "group_end"])
+def test_a_call_that_nccl_refuses_is_over_and_one_left_half_done_is_not(
+    function, status, ended, monkeypatch
+):
+    def refuse(*_):
+        raise WireError(status)
+
+    with pytest.raises(CallError, match=f"returned {status}"), boarded() as g:
+        calling = list(g.communicators.values())
+        monkeypatch.setattr(g.runtime.library.bindings, function, refuse)
+        if function == "all_gather":
+            del calling[1:]
+            calling[0].all_gather(0, 0, 1, "int8", 0)
+        else:
+            exchange([Messages(c, [(0, 0, 1 - c.rank)], [], 0) for c in calling], "int8", "both")
+    progresses = [c.board.read() for c in calling]
+    assert [(p.begun, p.ended) for p in progresses] == [(1, ended)] * len(calling)
+
+
+def test_an_exchange_begins_on_all_communicators_or_on_none():
+    with pytest.raises(CommunicatorError, match="gone"), boarded() as g:
+        first, second = g.communicators.values()
+        second.disable(CommunicatorError("gone"))
+        exchange([Messages(c, [], [], 0) for c in (first, second)], "int8", "both")
+    assert first.board.read().begun == 0
 
 
 def test_new_groups_work_after_one_failed_and_a_quiet_one_is_left_alone():
