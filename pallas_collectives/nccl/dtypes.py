@@ -7,6 +7,7 @@ as pairs of reals; bool knows only "any" (max) and "all" (min).
 
 import functools
 
+import jax
 import numpy as np
 
 from pallas_collectives.annotations import DType
@@ -43,7 +44,7 @@ def moved(dtype: DType | str) -> tuple[int, int]:
     Raises TypeError for types narrower than a byte, which XLA packs two or more to a byte.
     """
     dtype = np.dtype(dtype)
-    if dtype.name.startswith(("int2", "uint2", "int4", "uint4", "float4")) or dtype.hasobject:
+    if dtype.hasobject or jax.dtypes.itemsize_bits(dtype) < 8:
         raise TypeError(
             f"cannot move {dtype.name} through NCCL: its elements are not whole bytes; "
             "cast to int8 or uint8 first"

@@ -5,6 +5,8 @@ import pytest
 
 from pallas_collectives.nccl import dtypes
 
+NARROW = ["int1", "uint1", "int2", "int4", "uint4", "float4_e2m1fn", "float6_e2m3fn"]
+
 
 @pytest.mark.parametrize(
     ("dtype", "width"),
@@ -14,7 +16,7 @@ def test_moving_is_of_bytes(dtype, width):
     assert dtypes.moved(jnp.dtype(dtype)) == (1, width)
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2", "float4_e2m1fn"])
+@pytest.mark.parametrize("dtype", NARROW)
 def test_types_narrower_than_a_byte_are_refused(dtype):
     with pytest.raises(TypeError, match=rf"{dtype}.*not whole bytes.*cast to int8"):
         dtypes.moved(jnp.dtype(dtype))

@@ -154,6 +154,7 @@ def test_send_and_recv_are_for_processes_that_do_one_of_both(runtime):
 
 
 SHAPE = jax.ShapeDtypeStruct((8, 6), "float32")
+SIX_BITS = jax.ShapeDtypeStruct((8, 6), jnp.float6_e3m2fn)  # there is no array of them on CPUs
 SEVEN = jax.ShapeDtypeStruct((7, 6), "float32")
 MISFITS = {
     "a shape alone": (lambda x, s, t: (SHAPE, t), ValueError, "give src_sharding"),
@@ -170,6 +171,7 @@ MISFITS = {
         "NCCL moves",
     ),
     "four bits": (lambda x, s, t: (x.astype("int4"), t), TypeError, "not whole bytes"),
+    "six bits": (lambda x, s, t: (SIX_BITS, t, s), TypeError, "cannot move float6_e3m2fn"),
 }
 
 
