@@ -123,19 +123,23 @@ class Driver:
     @contextlib.contextmanager
     def workspace(self, ordinal: int, size: int) -> Iterator[tuple[int, int]]:
         """(address, stream): `size` bytes on the GPU, and a stream whose work `with` waits for."""
-        address = ctypes.c_uint64()
-        stream = ctypes.c_void_p(self.new_stream(ordinal))
-        with self.device(ordinal):
-            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
-            try:
+        with self.device(ordinal), contextlib.ExitStack() as after:
+            address = ctypes.c_uint64(self.allocate(ordinal, size))
+            after.callback(self._call, "cuMemFree_v2", address)
+            with self._brief_stream(ordinal) as stream:
                 yield address.value, stream.value or 0
-                self._call("cuStreamSynchronize", stream)
-            finally:
-                self._call("cuMemFree_v2", address)
-                self._call("cuStreamDestroy_v2", stream)
+
+    @contextlib.contextmanager
+    def _brief_stream(self, ordinal: int) -> Iterator[ctypes.c_void_p]:
+        """A stream, of the GPU made current, whose work `with` waits for."""
+        stream = ctypes.c_void_p(self.new_stream(ordinal))
+        with self.device(ordinal), contextlib.ExitStack() as after:
+            after.callback(self._call, "cuStreamDestroy_v2", stream)
+            yield stream
+            self._call("cuStreamSynchronize", stream)
 
     def allocate(self, ordinal: int, size: int) -> int:
-        """The address of `size` bytes on the GPU; never freed: a peer may read them at any time."""
+        """The address of `size` bytes on the GPU; what a peer may read is never freed."""
         address = ctypes.c_uint64()
         with self.device(ordinal):
             self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(size))
@@ -170,21 +174,15 @@ class Driver:
 
     def fill_words(self, ordinal: int, address: int, value: int, count: int) -> None:
         """Sets 32-bit words on the GPU; waits until they are set, and for nothing else."""
-        stream = ctypes.c_void_p(self.new_stream(ordinal))
-        with self.device(ordinal):
-            where = ctypes.c_uint64(address)
-            self._call("cuMemsetD32Async", where, value, ctypes.c_size_t(count), stream)
-            self._call("cuStreamSynchronize", stream)
-            self._call("cuStreamDestroy_v2", stream)
+        where, number = ctypes.c_uint64(address), ctypes.c_size_t(count)
+        with self._brief_stream(ordinal) as stream:
+            self._call("cuMemsetD32Async", where, value, number, stream)
 
     def put(self, ordinal: int, address: int, data: bytes) -> None:
         """Writes bytes of the host to the GPU; waits until they are there, and for nothing else."""
-        stream = ctypes.c_void_p(self.new_stream(ordinal))
-        with self.device(ordinal):
-            where, size = ctypes.c_uint64(address), ctypes.c_size_t(len(data))
+        where, size = ctypes.c_uint64(address), ctypes.c_size_t(len(data))
+        with self._brief_stream(ordinal) as stream:
             self._call("cuMemcpyHtoDAsync_v2", where, data, size, stream)
-            self._call("cuStreamSynchronize", stream)
-            self._call("cuStreamDestroy_v2", stream)
 
     def copy(self, target: Address, source: Address, size: int, stream: Address) -> None:
         """Copies bytes between addresses on GPUs: by a copy engine, from one GPU to another."""
