@@ -94,7 +94,7 @@ class Stall:
 
     def age(self, rank: int, begun: int, ended: int, now: float) -> float:
         """Seconds since `rank` was first seen in call number `ended`; 0 if it is in none."""
-        if begun == ended:
+        if ended >= begun:  # more, where two streams began at once and one count was lost
             self._since.pop(rank, None)
             return 0.0
         call, since = self._since.get(rank, (-1, now))

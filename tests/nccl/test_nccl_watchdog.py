@@ -86,6 +86,12 @@ def test_a_stall_is_one_call_for_long_not_many_calls():
     assert stall.age(0, 3, 2, now=10.0) == 0
 
 
+def test_a_rank_that_ended_more_calls_than_it_began_is_in_none():
+    """Two of its streams may begin calls at once, and only one be counted."""
+    stall = watchdog.Stall()
+    assert [stall.age(0, 1, 2, now) for now in (0.0, 9.0)] == [0, 0]
+
+
 def test_reports_survive_the_store():
     import dataclasses
     import json
