@@ -61,11 +61,14 @@ def override_lax(
     the sums of their gradients, `psum` and permutes, of 4 MiB and more: XLA runs these beside
     compute, and NCCL's calls of ours stop it. On v5p and v6e XLA would stop the core for them, and
     a SparseCore runs our kernels that move much data. Of gathers it runs those of weights, which
-    are asked for ahead, and of sums these gathers' derivatives. Products wait for tokens' exchanges
-    at once; a SparseCore runs those beside which a turn has other products, as with
-    `two_batch_overlap` (`lowering.order`). Or a gather of tokens and the products behind it, or a
-    product and the psum_scatter behind it, run in one kernel, and a psum of products as that kernel
-    and a gather, where a model of the chip says that this is quicker (`lowering.fusing`).
+    are asked for ahead, and of sums these gathers' derivatives and those of gradients: a `psum` of
+    what a scan has stacked runs in its turns, as a psum_scatter and one all_gather behind them all,
+    and of several arrays each is summed where it is made (`lowering.gradient_sums`; on 7x by XLA).
+    Products wait for tokens' exchanges at once; a SparseCore runs those beside which a turn has
+    other products, as with `two_batch_overlap` (`lowering.order`). Or a gather of tokens and the
+    products behind it, or a product and the psum_scatter behind it, run in one kernel, and a psum
+    of products as that kernel and a gather, where a model of the chip says that this is quicker
+    (`lowering.fusing`).
     `override_report()` says what was replaced, and why the rest was not.
 
     Args:
@@ -88,8 +91,9 @@ def override_lax(
         needs first, and leave the scatter of its last gradient to the next turn, where a SparseCore
         runs these and their own turn has nothing to run beside them. This holds a second layer's
         weights and gradients in memory; `override_report()` says which, and how much. Other
-        scatters on a SparseCore are kept under way until later products are done, and a turn may be
-        put in another order. With False each turn stays as it was written.
+        scatters on a SparseCore are kept under way until later products are done, gradients may be
+        summed in the turns that make them, and a turn may be put in another order. With False each
+        turn stays as it was written.
 
     Raises:
       CollectiveError: a name that is not a collective's, or a flag that is not True or False.

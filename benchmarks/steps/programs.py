@@ -131,6 +131,10 @@ def stepping(
     body = jax.checkpoint(layer) if form.gradient else layer
 
     def forward(weights: Arrays, x: jax.Array) -> jax.Array:
+        if isinstance(weights, list):
+            for of_layer in weights:
+                x = body(x, of_layer)
+            return x
         if form.unrolled:
             leaves, tree = jax.tree.flatten(weights)
             for of_layer in zip(*leaves, strict=True):

@@ -1,8 +1,7 @@
-"""A step whose products' terms are added by `psum`: heads and hidden units over the
-devices, all tokens on each. For `step --program=benchmarks.steps.sums:tensor`.
-"""
+"""Steps that sum by `psum`, for `step --program=benchmarks.steps.sums:tensor` and so on."""
 
 import functools
+from typing import Any
 
 import jax
 from jax import lax
@@ -28,7 +27,10 @@ _summed.defvjp(lambda terms: (lax.psum(terms, "x"), None), lambda _, ct: (ct,))
 
 
 def tensor(devices: int, form: Form) -> Program:
-    """As the built-in program of that name, but that no device holds a part of the tokens alone."""
+    """As the built-in program of that name, but that no device holds a part of the tokens alone.
+
+    Products' terms are added by `psum`.
+    """
     layer = functools.partial(
         programs._layer,
         into=lambda x, w: _alike(x) @ w,
@@ -36,3 +38,21 @@ def tensor(devices: int, form: Form) -> Program:
     )
     step = programs.stepping(form, layer)
     return Program(step, (programs._weights(1, devices), programs._tokens()), {"x": devices})
+
+
+def data(devices: int, form: Form) -> Program:
+    """As the built-in program of that name, but that each layer's weights are arrays of their own.
+
+    Layers are not in a scan then.
+    """
+    stacked = programs._weights(1, 1)
+    layers = [
+        {k: jax.ShapeDtypeStruct(w.shape[1:], w.dtype) for k, w in stacked.items()}
+        for _ in range(programs.LAYERS)
+    ]
+
+    def summed(gradients: Any) -> Any:
+        return lax.psum(gradients, "x")
+
+    step = programs.stepping(form, programs._layer, summed)
+    return Program(step, (layers, programs._tokens()), {"x": devices})

@@ -182,9 +182,9 @@ def in_step(how: How) -> How:
 def asked(how: How, x: Any, *, adds: bool) -> How:
     """The same, of these operands: told whether products wait for the result (`How.awaited`).
 
-    So they do for sums that are called by name, or that `check_vma` adds; or it is the end of a
-    step, where a SparseCore has nothing beside it either: `data` for v5p:2x2x2 waited for its
-    gradients twice as long as by lax.
+    So they do for sums that are called by name, or that `check_vma` adds, until a whole turn is
+    known (`lowering.gradient_sums`); or it is the end of a step, where a SparseCore has nothing
+    beside it either.
     """
     if not how.beside or beside_compute.value == STARTED:
         return how

@@ -21,7 +21,8 @@ much). `lowering.loops` says which gathers and scatters these are, and when two 
 that the weights of both have places of their own; then what a turn computes is held twice.
 
 Barriers keep each scatter of a turn under way beside products (`lowering.chain`): first the turn's
-own, then those that the turn before has left to it.
+own, then those that the turn before has left to it; or these first, where there are no gathers and
+they end before the turn has made a gradient.
 """
 
 import functools
@@ -39,7 +40,7 @@ from jax.interpreters.mlir import ir
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Number
 from pallas_collectives.backends.plans import IN_PAIRS, IS_AHEAD, IS_BEHIND
-from pallas_collectives.lowering import collective_times, placed, turns
+from pallas_collectives.lowering import collective_times, gradient_sums, placed, turns
 from pallas_collectives.lowering.chain import Chain, Sum
 from pallas_collectives.lowering.loops import NO_PRODUCTS, Loop
 from pallas_collectives.lowering.order import Timetable
@@ -80,6 +81,7 @@ def rewritten(loop: Loop) -> "Rewritten | None":
 
     What has but one turn asks for nothing ahead and leaves nothing.
     """
+    written, loop = loop, gradient_sums.placed(loop)
     if bare := loop.bare():
         return Rewritten(loop, lax_keeps=bare)
     in_order, fused = loop.in_order(), loop.fused()
@@ -93,7 +95,8 @@ def rewritten(loop: Loop) -> "Rewritten | None":
         return Rewritten(loop, in_order=in_order)
     early, late = (loop.early(), loop.late()) if loop.params["length"] > 1 else ([], [])
     sums = loop.sums()
-    return Rewritten(loop, early, late, sums) if early or sums or fused else None
+    as_written = loop is written and not early and not sums
+    return None if as_written else Rewritten(loop, early, late, sums)
 
 
 class Rewritten:
@@ -186,7 +189,17 @@ class Rewritten:
         stacks = self._written(stacks, summed, jnp.int32(last))
         stacked = dict(zip(self.shifted, stacks, strict=True))
         pairs = zip(loop.ys, ys, strict=True)
-        return [*carry, *(stacked[n] if y is None else y for n, y in pairs)]
+        whole = [stacked[n] if y is None else y for n, y in pairs]
+        return [*carry, *map(self._gathered, loop.ys, whole)]
+
+    def _gathered(self, y: Any, stack: jax.Array) -> jax.Array:
+        """What all turns have made of a result, where they have scattered it."""
+        gather = None if isinstance(y, Value) else self.loop.gathers.get(y)
+        if gather is None:
+            return stack
+        values = {y: stack}
+        gather.run(values)
+        return values[gather.writes[0]]
 
     def _ask(self, consts: Values, xs: Values, turn: Number) -> list[jax.Array]:
         """What the gathers to ask for ahead bring, of a turn."""
@@ -215,7 +228,14 @@ class Rewritten:
         handed_on = {step for steps in self.own.values() for step in steps}
         tail = self.loop.behind(self.own) - handed_on
         computed: set[int] = set()
-        last = next(reversed(self.own), None)
+        # A SparseCore without gathers is free until the turn has made its first gradient.
+        first = next(
+            (now for step, now in zip(self.loop.steps, elapsed, strict=False) if step in self.own),
+            0.0,
+        )
+        left = sum(self.seconds[scatter] for scatter in self.late)
+        at_first = not self.own or (not self.loop.gathering and left <= first)
+        last = None if at_first else next(reversed(self.own))
 
         def add(scatter: Step, gradient: int, run: Callable[[], None], now: float) -> None:
             brought = self.own.get(scatter) or self.late[scatter]
@@ -234,7 +254,7 @@ class Rewritten:
             for step in steps:
                 step.run(values, **self._here(step))
 
-        if not self.own:
+        if at_first:
             add_late(elapsed[0])
         for step, (now, then) in zip(self.loop.steps, itertools.pairwise(elapsed), strict=True):
             if step in self.own:
@@ -269,7 +289,7 @@ class Rewritten:
             if plain:
                 collective_times.leave_out(step, "the order of its turn is as short without")
             return {"awaited": step not in self.in_order.away, **there, **plain}
-        return there if step.how or step.scatters or step.awaited else {}
+        return there if step.how or step.sums or step.awaited else {}
 
     def _read(self, step: Step) -> dict[str, Any]:
         """What a collective is told of those that read its result."""

@@ -47,6 +47,7 @@ class Loop:
     carry: tuple[int, ...]
     x: tuple[int, ...]
     results: list[Any]  # the new carry, and y
+    gathers: dict[int, Step] = dataclasses.field(default_factory=dict)  # behind all turns, by y
 
     @classmethod
     def of(cls, params: dict[str, Any], count: int) -> "Loop":
@@ -62,7 +63,7 @@ class Loop:
     def _of(
         cls, turn: core.ClosedJaxpr, params: dict[str, Any], n_consts: int, n_carry: int
     ) -> "Loop":
-        flat = Flat()
+        flat = Flat.of(turn)
         reads = flat.numbers(len(turn.jaxpr.invars))
         results = flat.add(turn, reads)
         carry_to = n_consts + n_carry
@@ -77,7 +78,12 @@ class Loop:
     def _takes(self) -> dict[Step, float]:
         """What gathers and scatters take on a SparseCore; first read where devices are known."""
         chip = chips.current()
-        return {s: collective_times.under_way(s, chip) for s in self.steps if s.how or s.scatters}
+        return {s: collective_times.under_way(s, chip) for s in self.steps if s.how or s.sums}
+
+    @property
+    def gathering(self) -> float:
+        """What the gathers of weights take on a SparseCore."""
+        return sum(seconds for step, seconds in self._takes.items() if step.how)
 
     def bare(self) -> list[Step]:
         """The gathers and scatters of a turn with too few products to run beside them.
@@ -164,16 +170,20 @@ class Loop:
         return busy - ends[-1] > _WORTH * ends[-1]
 
     def sums(self) -> dict[Step, float]:
-        """The scatters that a SparseCore runs and no product waits for: what each takes."""
+        """The sums that a SparseCore runs and no product waits for: what each takes."""
+        takes = ((s, seconds) for s, seconds in self._takes.items() if s.sums and seconds)
+        return {s: seconds for s, seconds in takes if self.waited.isdisjoint(s.writes)}
+
+    @functools.cached_property
+    def waited(self) -> set[int]:
+        """What is needed by what takes long; first read where devices are known."""
         chip = chips.current()
         long = [
             step
             for step in self.steps
             if self._takes.get(step) or step.is_opaque or step.has_effects or step.seconds(chip)
         ]
-        waited = {*self._flow.ancestors(x for step in long for x in numbers(step.reads))}
-        takes = ((s, seconds) for s, seconds in self._takes.items() if s.scatters and seconds)
-        return {scatter: seconds for scatter, seconds in takes if waited.isdisjoint(scatter.writes)}
+        return {*self._flow.ancestors(x for step in long for x in numbers(step.reads))}
 
     def behind(self, scatters: Iterable[Step]) -> set[Step]:
         """The steps that need what scatters bring."""
@@ -184,9 +194,9 @@ class Loop:
         """The scatters to leave for the next turn."""
         found = []
         *elapsed, total = self.elapsed(chips.current())
-        busy = sum(seconds for step, seconds in self._takes.items() if step.how)
+        busy = self.gathering
         for made, step in zip(elapsed, self.steps, strict=True):
-            if not step.scatters:
+            if not step.sums:
                 continue
             takes = self._takes[step]
             done = max(busy, made) + takes
@@ -243,6 +253,10 @@ class Loop:
     @property
     def ys(self) -> list[Any]:
         return self.results[len(self.carry) :]
+
+    def stacks(self, total: Step) -> bool:
+        """Whether a sum is needed behind several turns alone."""
+        return self.params["length"] > 1 and bool(self.to_ys(total))
 
     def to_ys(self, scatter: Step) -> list[Step]:
         """A scatter and the steps that hand its result on to y; none where others need it."""

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives._compat import Aval
@@ -13,7 +14,7 @@ from pallas_collectives.lowering import primitives, turns
 from pallas_collectives.lowering.turns import Step
 
 
-def in_two(total: Step, axis: int, part: int) -> tuple[Step, Step]:
+def in_two(total: Step, axis: int, part: int, rows: int = 0) -> tuple[Step, Step]:
     """The scatter and the gather that give what a psum gives, of one operand over all devices.
 
     Neither has the wire or the algorithm of the psum.
@@ -22,6 +23,7 @@ def in_two(total: Step, axis: int, part: int) -> tuple[Step, Step]:
       total: the psum.
       axis: the dimension that is scattered and gathered, a multiple of the devices.
       part: the number of what goes from one to the other.
+      rows: the gather brings so many sums at once, stacked; by default one.
     """
     eqn = total.eqn
     assert eqn is not None
@@ -36,10 +38,14 @@ def in_two(total: Step, axis: int, part: int) -> tuple[Step, Step]:
         return primitives.LAX.psum_scatter(x, axes, scatter_dimension=axis, tiled=True)
 
     def gathered(x: jax.Array) -> Any:
-        return primitives.LAX.all_gather(x, axes, axis=axis, tiled=True, **same)
+        stack = jnp.broadcast_to(x, (rows, *x.shape)) if rows else x
+        return primitives.LAX.all_gather(
+            stack, axes, axis=axis + 1 if rows else axis, tiled=True, **same
+        )
 
     with eqn.ctx.manager:
         scatter = _equation(how, scattered, turns.type_of(eqn.invars[0]))
+        how = dataclasses.replace(how, awaited=None) if rows else how
         gather = _equation(how, gathered, turns.type_of(scatter.outvars[0]))
     return (
         Step(scatter.replace(ctx=eqn.ctx), total.reads, (part,), total.within),
@@ -48,7 +54,6 @@ def in_two(total: Step, axis: int, part: int) -> tuple[Step, Step]:
 
 
 def _equation(how: How, by_lax: Callable[[jax.Array], Any], kind: Aval) -> JaxprEqn:
-    """One of lax's collectives as an equation, of our primitive for it."""
+    """The last of what a function computes, one of lax's collectives, by our primitive for it."""
     closed = jax.make_jaxpr(lambda x: primitives.with_twins(how, by_lax, x))(kind)
-    (eqn,) = closed.jaxpr.eqns
-    return eqn
+    return closed.jaxpr.eqns[-1]

@@ -25,6 +25,7 @@ _CALLS = {
 }
 
 _PRODUCT = "dot_general"
+_LOOP = "scan"
 
 # Products in one kernel with their collective.
 _FUSED = "pallas_all_gather_matmul", "pallas_matmul_reduce_scatter"
@@ -47,6 +48,9 @@ COUNTED = 0.8
 
 # What writes a slice; XLA makes the first of the second, too, where it can.
 _UPDATES = frozenset({"dynamic_update_slice", "scatter"})
+
+# Sums for all devices.
+_PSUMS = "pallas_psum", "pallas_psum_invariant"
 
 # Collectives of tokens between products.
 _EXCHANGES = "all_gather", "reduce_scatter", "all_reduce"
@@ -76,9 +80,14 @@ class Step:
         return _how(self.eqn) if self.eqn is not None else None
 
     @property
-    def scatters(self) -> bool:
-        """Whether it sums gradients of gathered weights, for a SparseCore."""
-        return self.eqn is not None and _scatters(self.eqn) and isinstance(self.reads[0], int)
+    def sums(self) -> bool:
+        """Whether it sums gradients, scattered or for all devices, for a SparseCore."""
+        return self.eqn is not None and _sums(self.eqn) and isinstance(self.reads[0], int)
+
+    @property
+    def totals(self) -> bool:
+        """Whether it is a psum, of one array or several, for which the step around it matters."""
+        return self.eqn is not None and _totals(self.eqn)
 
     @property
     def awaited(self) -> bool:
@@ -98,6 +107,13 @@ class Step:
     def is_product(self) -> bool:
         """Whether it is one for the matrix unit."""
         return self.eqn is not None and self.eqn.primitive.name == _PRODUCT
+
+    @property
+    def length(self) -> int:
+        """How many turns a scan has; 0 for all others."""
+        if self.eqn is None or self.eqn.primitive.name != _LOOP:
+            return 0
+        return int(self.eqn.params["length"])
 
     @property
     def multiplies(self) -> bool:
@@ -166,6 +182,19 @@ class Step:
         values.update(zip(self.writes, results, strict=True))
 
 
+def of_some(step: Step, places: Sequence[int], **wishes: Any) -> Step:
+    """A psum of some arrays of several; fields of its `How` may be others."""
+    assert step.eqn is not None
+    eqn, how = step.eqn, dataclasses.replace(step.eqn.params["how"], **wishes)
+    part = eqn.replace(
+        invars=[eqn.invars[k] for k in places],
+        outvars=[eqn.outvars[k] for k in places],
+        params={**eqn.params, "how": how},
+    )
+    reads, writes = (tuple(of[k] for k in places) for of in (step.reads, step.writes))
+    return Step(part, reads, writes, step.within)
+
+
 def awaiting(step: Step) -> Step:
     """The same; a gather of a step is one whose result products wait for (`How.awaited`)."""
     if step.eqn is None or step.eqn.primitive.name not in _twins_of("all_gather"):
@@ -181,8 +210,16 @@ def _how(eqn: JaxprEqn) -> How | None:
     return _wishes(eqn, "all_gather")
 
 
-def _scatters(eqn: JaxprEqn) -> bool:
-    return _wishes(eqn, "reduce_scatter") is not None
+def _sums(eqn: JaxprEqn) -> bool:
+    scatters = _wishes(eqn, "reduce_scatter") is not None
+    return scatters or (_totals(eqn) and not eqn.params["how"].awaited and len(eqn.invars) == 1)
+
+
+def _totals(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name not in _PSUMS:
+        return False
+    how: How = eqn.params["how"]
+    return how.ahead == MAY_BE_AHEAD and _by_name(eqn) and how.wire is None
 
 
 def _wishes(eqn: JaxprEqn, collective: str) -> How | None:
@@ -240,7 +277,8 @@ def holds_any(closed: core.ClosedJaxpr) -> bool:
     """
     return any(
         _how(eqn)
-        or _scatters(eqn)
+        or _sums(eqn)
+        or _totals(eqn)
         or _awaited(eqn)
         or _fuses(eqn)
         or (x is not None and holds_any(x))
@@ -273,6 +311,13 @@ class Flat:
         self.steps: list[Step] = []
         self._opens = opens or (lambda _, inner: holds_any(inner))
         self._new = itertools.count()
+
+    @classmethod
+    def of(cls, closed: core.ClosedJaxpr) -> "Flat":
+        """For a turn; where it sums for all devices, what makes gradients is open, too."""
+        sums = any(_holds(eqn, _PSUMS.__contains__) for eqn in closed.jaxpr.eqns)
+        makes = {*_COMPUTES, _LOOP}.__contains__
+        return cls(lambda eqn, inner: holds_any(inner) or (sums and _holds(eqn, makes)))
 
     def numbers(self, count: int) -> tuple[int, ...]:
         """Numbers of so many new values."""
@@ -358,7 +403,7 @@ def _seconds(eqn: JaxprEqn, chip: chips.Chip) -> float:
     if eqn.primitive.name in _OPAQUE:
         return 0.0
     each = sum(_seconds(e, chip) for jaxpr in _programs_of(eqn) for e in jaxpr.eqns)
-    return each * eqn.params["length"] if eqn.primitive.name == "scan" else each
+    return each * eqn.params["length"] if eqn.primitive.name == _LOOP else each
 
 
 def exchanges(eqn: JaxprEqn) -> bool:

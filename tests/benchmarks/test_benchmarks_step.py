@@ -135,6 +135,16 @@ def test_products_of_a_step_that_are_fused(name: str, wanted: set[str]) -> None:
     assert fused == wanted
 
 
+@LIBTPU
+def test_layers_whose_weights_are_arrays_of_their_own_are_summed_apart() -> None:
+    devices: Any = np.array(harness._topology("v6e:2x2").devices)
+    program = programs.named("benchmarks.steps.sums:data")(4, Form(gradient=True, unrolled=True))
+    compiling.lower(program, devices, "override")
+    replaced = pc.override_report().replaced
+    beside = sum(line.times for line in replaced if line.by == "pallas ring:sc")
+    assert beside == 4  # of four shapes; equal ones are built once
+
+
 def test_a_program_says_for_how_many_devices_it_is() -> None:
     form = Form(gradient=False, unrolled=False)
     for name in ("fsdp_tensor", "benchmarks.steps.two_batches:fsdp_tensor"):

@@ -78,6 +78,8 @@ def _sound_or_not(p: Parameters) -> Iterable[Hashable]:
 
 # "module::test", without parameters, and without the folder that the module lies in.
 QUICK: dict[str, Covers] = {
+    "test_gradient_sums::test_sums_that_check_vma_adds": each("forward"),
+    "test_gradient_sums::test_values_are_those_of_lax": each("summed", "forward", "hidden"),
     "test_loops::test_a_scatter_is_left_where_no_product_stands_behind_it": once,
     "test_ahead::test_values_and_gradients_are_the_same_to_the_bit": only(
         name=["reverse=False, unroll=1"], check_vma=[True]

@@ -1,14 +1,18 @@
 """Loops whose turns begin collectives of other turns: faked times, and what reports say of them."""
 
+from typing import Any
+
 import jax
 import pytest
 from jax import lax
 
 import pallas_collectives as pc
+from benchmarks.steps import schedule
 from pallas_collectives.lowering import collective_times, turns
 
 SAYS = "a loop's turn asks for it for the next one"
 LEAVES = "a loop's turn leaves it to the next one"
+BARRIERS_SINCE = "0.0.50"  # older compilers put no products beside some scatters
 
 
 def fake(seconds: float, patch: pytest.MonkeyPatch) -> None:
@@ -24,3 +28,19 @@ def whole(w: jax.Array) -> jax.Array:
 def asked(says: str = SAYS) -> int:
     """How many collectives of the last context another turn begins."""
     return sum(line.times for line in pc.override_report().replaced if says in line.why)
+
+
+def meanwhile(loop: schedule.Loop, op: str) -> list[int]:
+    """The core's cycles while each collective of a turn is under way."""
+    order = [getattr(e, "key", "") for e in loop.events]
+    begins = [i for i, e in enumerate(loop.events) if is_start_of(e, op)]
+    ends = [order.index(order[i], i + 1) for i in begins]
+    return [schedule.cycles_of(loop.events[i:j]) for i, j in zip(begins, ends, strict=True)]
+
+
+def is_start_of(event: Any, op: str) -> bool:
+    return isinstance(event, schedule.Start) and event.collective.op == op
+
+
+def is_loop_with(event: Any, op: str) -> bool:
+    return isinstance(event, schedule.Loop) and any(is_start_of(e, op) for e in event.events)

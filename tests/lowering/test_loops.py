@@ -17,9 +17,15 @@ from benchmarks.steps import schedule
 from pallas_collectives.backends import counters
 from pallas_collectives.lowering import collective_times, loops
 from pallas_collectives.topology import placement
-from turns_of_loops import LEAVES, asked, fake, whole
-
-BARRIERS_SINCE = "0.0.50"  # older compilers put no products beside some scatters
+from turns_of_loops import (
+    BARRIERS_SINCE,
+    LEAVES,
+    asked,
+    fake,
+    is_loop_with,
+    meanwhile,
+    whole,
+)
 
 
 @pytest.mark.parametrize(
@@ -302,14 +308,6 @@ def test_products_run_beside_a_scatter(body: Any, topology: str) -> None:
     assert min(meanwhile(backward, "reduce_scatter")) > 200_000
 
 
-def meanwhile(loop: schedule.Loop, op: str) -> list[int]:
-    """The core's cycles while each collective of a turn is under way."""
-    order = [getattr(e, "key", "") for e in loop.events]
-    begins = [i for i, e in enumerate(loop.events) if is_start_of(e, op)]
-    ends = [order.index(order[i], i + 1) for i in begins]
-    return [schedule.cycles_of(loop.events[i:j]) for i, j in zip(begins, ends, strict=True)]
-
-
 @pytest.mark.parametrize("body, turns", [(product, 2), (and_after, 1)])
 def test_turns_go_in_pairs_where_nothing_is_left_to_run_beside(body: Any, turns: int) -> None:
     """XLA gives a gather the place of what the turn reads, so it begins behind the last reader."""
@@ -352,11 +350,3 @@ def test_lax_gathers_float32_for_products() -> None:
     with jax.default_matmul_precision("highest"):
         lowered(over(product), dtype=jnp.float32)
     assert not pc.override_report().left
-
-
-def is_start_of(event: Any, op: str) -> bool:
-    return isinstance(event, schedule.Start) and event.collective.op == op
-
-
-def is_loop_with(event: Any, op: str) -> bool:
-    return isinstance(event, schedule.Loop) and any(is_start_of(e, op) for e in event.events)

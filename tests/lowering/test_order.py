@@ -40,7 +40,7 @@ class Fake:
     is_opaque: bool = False
     keeps_order: bool = False
     how: None = None
-    scatters: bool = False
+    sums: bool = False
 
     @property
     def types(self) -> dict[int, Any]:
