@@ -209,7 +209,7 @@ def _added(blocks: jax.Array, wire: Wire, move: Move, result: DTypeLike) -> jax.
 
     result: the sum's dtype.
     """
-    if _in_one_pass(blocks.shape, wire, move.how):
+    if _in_one_pass(blocks, wire, move):
         return _by_kernels(blocks, wire, move, dtype=result, adds=True)
     values, scales = moved(blocks, wire, move.at_once)
     limit = float(jnp.finfo(blocks.dtype).max)
@@ -222,7 +222,7 @@ def _added(blocks: jax.Array, wire: Wire, move: Move, result: DTypeLike) -> jax.
 
 def _reduced(blocks: jax.Array, wire: Wire, exchange: Move, gather: Move) -> jax.Array:
     """(n, elements) -> the same: the sum of everyone's blocks, of which each device adds one."""
-    if _in_one_pass(blocks.shape, wire, exchange.how):
+    if _in_one_pass(blocks, wire, exchange):
         return _by_kernels(blocks, wire, exchange, gather, dtype=blocks.dtype, adds=False)
     sums = _added(blocks, wire, exchange, jnp.float32)
     return _brought(sums[None], wire, gather, blocks.dtype)
@@ -237,7 +237,7 @@ def _brought(
     that a sum has overflowed.
     """
     dtype = blocks.dtype if dtype is None else dtype
-    if _in_one_pass(blocks.shape, wire, move.how):
+    if _in_one_pass(blocks, wire, move):
         come = _by_kernels(blocks, wire, move, dtype=dtype, adds=False)
         return come.reshape(-1, *blocks.shape[1:])
     return wires.dequantize(*moved(wires.overflown(blocks, dtype), wire, move.at_once), dtype)
@@ -251,9 +251,11 @@ def _by_kernels(
     return nccl_packed.moved(blocks, wire, *moves, dtype=dtype, adds=adds)
 
 
-def _in_one_pass(shape: tuple[int, ...], wire: Wire, how: How) -> bool:
+def _in_one_pass(blocks: jax.Array, wire: Wire, move: Move) -> bool:
     """Whether kernels quantise and dequantise blocks in one pass each; else passes of XLA do."""
-    return how.backend == "nccl" and gpu_codec.serves(shape, wire) and _converts(wire)
+    come = 1 if move.op == "permute" else move.group.size
+    on_gpus = move.how.backend == "nccl"
+    return on_gpus and gpu_codec.serves(blocks.shape, wire, come) and _converts(wire)
 
 
 def _converts(wire: Wire) -> bool:

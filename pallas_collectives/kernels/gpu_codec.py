@@ -30,16 +30,20 @@ from pallas_collectives.annotations import DType, Index, Number, Ref, span
 from pallas_collectives.wires import Wire
 
 _GROUPS = (32, 16, 8)  # that a block of the grid has
-_MOST = 1 << 31  # offsets are of 32 bits
+_MOST = 1 << 31  # packed bytes of all blocks: offsets among them are signed, of 32 bits
 _SCALE = 4  # bytes
 
 
-def serves(shape: tuple[int, ...], wire: Wire) -> bool:
-    """Whether these kernels serve blocks: k of them, and then the shape of one."""
+def serves(shape: tuple[int, ...], wire: Wire, come: int) -> bool:
+    """Whether these kernels serve blocks: k of them, and then the shape of one.
+
+    come: how many such blocks come.
+    """
     if not wire.scaled or wire.scales != "float32" or not isinstance(wire.group, int):
         return False
-    whole = shape[-1] % wire.group == 0 and math.prod(shape) < _MOST
-    return whole and _together(math.prod(shape[1:]) // wire.group) > 0
+    format = Format(wire, math.prod(shape[1:]), False)
+    fits = max(shape[0], come) * format.nbytes < _MOST
+    return fits and shape[-1] % wire.group == 0 and format.together > 0
 
 
 class Format(NamedTuple):

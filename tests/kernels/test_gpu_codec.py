@@ -43,10 +43,10 @@ def test_the_bits_are_those_of_passes_of_xla(
     shape: tuple[int, ...], dtype: Any, name: str, group: int
 ) -> None:
     if shape[-1] % group:
-        assert not gpu_codec.serves(shape, Wire(name, group=group))
+        assert not gpu_codec.serves(shape, Wire(name, group=group), shape[0])
         return
     wire, x, block = Wire(name, group=group), blocks_of(shape, dtype), shape[1:]
-    assert gpu_codec.serves(shape, wire)
+    assert gpu_codec.serves(shape, wire, shape[0])
     limit = float(jnp.finfo(dtype).max)
 
     def by_passes(x: jax.Array) -> Any:
@@ -122,18 +122,25 @@ def test_a_scale_of_another_group_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(
-    "shape, wire",
+    "shape, wire, come",
     [
-        ((2, 1000), Wire("int8")),  # groups that are not whole
-        ((2, 4 * 128), Wire("int8")),  # too few
-        ((2, 1024), Wire("int8", group="row")),
-        ((2, 1024), Wire("int8", scales="power of two")),
-        ((2, 1024), Wire("bfloat16")),
-        ((1 << 12, 1 << 19), Wire("int8")),  # offsets of more than 32 bits
+        ((2, 1000), Wire("int8"), 2),  # groups that are not whole
+        ((2, 4 * 128), Wire("int8"), 2),  # too few
+        ((2, 1024), Wire("int8", group="row"), 2),
+        ((2, 1024), Wire("int8", scales="power of two"), 2),
+        ((2, 1024), Wire("bfloat16"), 2),
+        # Packed bytes of more than 31 bits: what leaves; what comes; with the scales alone.
+        ((1 << 12, 1 << 19), Wire("int8"), 1 << 12),
+        ((1, 1 << 28), Wire("int8"), 8),
+        ((1, (1 << 28) - (1 << 20)), Wire("int8"), 8),
     ],
 )
-def test_the_rest_is_for_passes_of_xla(shape: tuple[int, ...], wire: Wire) -> None:
-    assert not gpu_codec.serves(shape, wire)
+def test_the_rest_is_for_passes_of_xla(shape: tuple[int, ...], wire: Wire, come: int) -> None:
+    assert not gpu_codec.serves(shape, wire, come)
+
+
+def test_blocks_are_served_up_to_31_bits_of_packed_bytes() -> None:
+    assert gpu_codec.serves((1, 1 << 28), Wire("int8"), 7)
 
 
 @pytest.mark.parametrize("name", ["int8", "float8_e4m3fn"])
