@@ -10,8 +10,9 @@ the wire's dtype (127, 448 or 57344):
 
 What follows from that, and is tested number by number:
 
-    error           at most half a step, which is `scale` for int8; for floats the distance of
-                    neighbours at the value, times `scale` (`error_bound`)
+    error           at most half a step, or a whole one by stochastic rounding (`error_bound`); a
+                    step is `scale` for int8, for floats the distance of neighbours at the value,
+                    times `scale`
     zeros           a group of zeros has scale 0, and arrives as zeros; signs of zeros are lost
     inf, NaN        a group that holds one has scale NaN, and arrives as NaN throughout
     subnormal       what is below 2^-126 on the way may count as zero, as on TPUs: that is the error
@@ -275,7 +276,7 @@ def groups_of(columns: int, wire: Wire) -> int:
 
 
 def error_bound(x: jax.Array, scales: jax.Array, wire: Wire) -> jax.Array:
-    """How far each number may be from x on arrival, in float32: half a step.
+    """How far each number may be from x on arrival, in float32: half a step, or a whole one drawn.
 
     What float32 itself rounds off on the way is in it: 2^-22 of the number, or 2^-126.
     """
@@ -283,7 +284,8 @@ def error_bound(x: jax.Array, scales: jax.Array, wire: Wire) -> jax.Array:
     wide = jnp.repeat(scales, group, axis=-1)[..., : x.shape[-1]]
     magnitude = jnp.abs(x.astype(jnp.float32))
     scaled = jnp.where(wide > 0, magnitude / jnp.where(wide > 0, wide, 1), 0)
-    return spacing(scaled, wire) * wide / 2 + 2.0**-22 * magnitude + LEAST_SCALE
+    steps = 1 if wire.rounding == "stochastic" else 0.5
+    return steps * spacing(scaled, wire) * wide + 2.0**-22 * magnitude + LEAST_SCALE
 
 
 def spacing(scaled: jax.Array, wire: Wire) -> jax.Array:

@@ -124,7 +124,7 @@ def test_stochastic_rounding_is_unbiased_and_takes_either_neighbour(dtype: str) 
     drawn = np.asarray(drawn, np.float64)
     if wire.scaled:
         scales = wires.quantize(x, wire)[1]
-        step = 2 * np.asarray(wires.error_bound(x, scales, wire), np.float64)
+        step = np.asarray(wires.error_bound(x, scales, wire), np.float64)
     else:
         step = np.abs(np.asarray(x, np.float64)) * 2.0**-7
     assert (np.abs(drawn - np.asarray(x)) <= step).all()
