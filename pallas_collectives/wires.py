@@ -204,6 +204,8 @@ def of_groups(
     groups: jax.Array, wire: Wire, noise: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """`quantize` of whole groups, float32 (..., group)."""
+    if not groups.size:  # no number, so no largest one
+        return groups.astype(wire.dtype), jnp.zeros(groups.shape[:-1], jnp.float32)
     # As integers, which order magnitudes alike, and NaN behind inf whatever the backend.
     magnitudes = lax.bitcast_convert_type(groups, jnp.int32) & np.int32(0x7FFFFFFF)
     scales = _scales(jnp.max(magnitudes, axis=-1), wire)
@@ -320,7 +322,8 @@ def _grouped(x: jax.Array, wire: Wire) -> jax.Array:
 
 
 def _ungrouped(groups: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    return groups.reshape(*shape[:-1], -1)[..., : shape[-1]]
+    whole = math.prod(groups.shape[-2:])
+    return groups.reshape(*shape[:-1], whole)[..., : shape[-1]]
 
 
 # One buffer ---------------------------------------------------------------------------------------

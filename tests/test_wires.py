@@ -82,6 +82,16 @@ def test_scales_are_those_of_their_group(wire: Wire) -> None:
                 np.testing.assert_allclose(scale, exact, rtol=2e-7)
 
 
+@pytest.mark.parametrize("group", [128, "row"])
+@pytest.mark.parametrize("shape", [(2, 0), (0, 256)])
+def test_nothing_is_sent_as_nothing(shape: tuple[int, ...], group: int | str) -> None:
+    wire, x = Wire("int8", group=group), jnp.zeros(shape)
+    values, scales = wires.quantize(x, wire)
+    assert values.shape == shape and values.dtype == jnp.int8
+    assert scales.shape == (shape[0], wires.groups_of(shape[1], wire))
+    assert wires.as_sent(x, wire).shape == shape
+
+
 @pytest.mark.parametrize("dtype", SCALED)
 @pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
 def test_a_group_with_inf_or_nan_arrives_as_nan_and_no_other_does(dtype: str, bad: float) -> None:
