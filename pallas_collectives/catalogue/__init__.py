@@ -32,7 +32,7 @@ from pallas_collectives.catalogue.records import (
 )
 
 # Devices on a line over which messages are relayed: each of the n-1 distances takes four semaphores
-# per direction (`kernels.machinery.relay`), and a core has some 430.
+# per direction (`kernels.machinery.relay`), of `topology.chips.Chip.kernel_semaphores`.
 LONGEST_LINE = 32
 
 

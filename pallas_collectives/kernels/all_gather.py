@@ -53,8 +53,8 @@ from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology import groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
 
-# Receive semaphores per stream, of the 500 or so that a TPU has for a kernel. A fast neighbour may
-# be so many steps ahead without waiting for us.
+# Receive semaphores per stream, of `chips.Chip.kernel_semaphores`. A fast neighbour may be so many
+# steps ahead without waiting for us.
 WINDOW = 16
 
 # A block goes in chunks of whole tiles: while one is passed on, others are on the wire. Eight were

@@ -10,7 +10,6 @@ each tile just before the hop that carries its sum. Further operands stay in VME
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from pallas_collectives.annotations import Flag, Interpret, Number, Ref, Semapho
 from pallas_collectives.errors import VmemError
 from pallas_collectives.kernels import pipelines
 from pallas_collectives.kernels.machinery import launch, spaces, sync
-from pallas_collectives.kernels.machinery.blocks import LANES, Blocks, sublanes
+from pallas_collectives.kernels.machinery.blocks import Blocks, padded_bytes, sublanes
 from pallas_collectives.kernels.machinery.combine import wide
 from pallas_collectives.topology import chips, groups
 from pallas_collectives.topology.groups import Group, Ring, Stream
@@ -114,7 +113,7 @@ def gather_and_consume(
     rows: list[Any] = [x, *outs]
     whole = max(sublanes(a.dtype) for a in rows)
     row_bytes = 2 * sum(map(_row_bytes, rows))
-    tiling = cut(len(x), whole, row_bytes, _resident_bytes(operands), tile)
+    tiling = cut(len(x), whole, row_bytes, sum(map(padded_bytes, operands)), tile)
     streams = groups.streams(n, bidirectional=True, chunks=tiling.chunks)
     shapes = [jax.ShapeDtypeStruct((n * a.shape[0], a.shape[1]), a.dtype) for a in rows]
     return launch.call_many(
@@ -165,7 +164,7 @@ def produce_and_scatter(
     term = jax.ShapeDtypeStruct(out.shape, wide(out.dtype))
     whole = max(sublanes(x.dtype), sublanes(out.dtype))
     row_bytes = 2 * _row_bytes(x) + 6 * _row_bytes(out) + _row_bytes(term)
-    tiling = cut(out.shape[0], whole, row_bytes, _resident_bytes(operands), tile)
+    tiling = cut(out.shape[0], whole, row_bytes, sum(map(padded_bytes, operands)), tile)
     streams = groups.streams(n, bidirectional=True, chunks=tiling.chunks)
     blocks = tiling.blocks(out.shape[1])
     return launch.call_many(
@@ -197,16 +196,6 @@ def produce_and_scatter(
 
 def _row_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     return x.shape[1] * jnp.dtype(x.dtype).itemsize
-
-
-def _resident_bytes(operands: Sequence[Any]) -> int:
-    """Bytes of operands in VMEM, their last two dimensions whole tiles."""
-    total = 0
-    for x in operands:
-        rows, columns = (-(-x.shape[-2] // sublanes(x.dtype)), -(-x.shape[-1] // LANES))
-        tile = sublanes(x.dtype) * LANES * jnp.dtype(x.dtype).itemsize
-        total += math.prod(x.shape[:-2]) * rows * columns * tile
-    return total
 
 
 class Scratch(NamedTuple):

@@ -26,8 +26,8 @@ from pallas_collectives.kernels.torus.shares import Bundle, Shares
 from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology.groups import Group, Ring, only_if
 
-# Receive semaphores of a stream and phase: how many hops a fast neighbour may be ahead. A kernel
-# has some 500 semaphores.
+# Receive semaphores of a stream and phase: how many hops a fast neighbour may be ahead. All take
+# fewer than `chips.Chip.kernel_semaphores` of any chip.
 WINDOW = 16
 SEMAPHORES = 256
 # Of those that know without credits when to send on (see `Shares.is_paired`).
