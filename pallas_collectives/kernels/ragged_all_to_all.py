@@ -14,7 +14,7 @@ about as many, so that the links are as busy at the end as at first. Chunks go b
 and neighbours pass them on (see `relay`); to the opposite device of an even ring half of each goes
 either way, and of large arrays more goes the way whose links are less busy. Each device has the
 tables of all, so it knows what comes and where it goes. On rings of up to some 20 devices rounds of
-chunks overlap; on larger ones they would need too many slots.
+chunks overlap; on larger ones they would need too many slots and semaphores.
 
 Line. As the ring, but every slice goes the one way that there is on a line.
 
@@ -50,6 +50,7 @@ from pallas_collectives.kernels.machinery.blocks import Chunking
 from pallas_collectives.kernels.machinery.entry import WIDE
 from pallas_collectives.kernels.machinery.relay import MAX_WIDTH, SLOT_BYTES
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
+from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, wrap
 
 CHUNK_BYTES, LEAST_CHUNK_BYTES, LEAST_PIECE_BYTES = 512 << 10, 64 << 10, 16 << 10
@@ -135,7 +136,8 @@ def ring(
     if not on_line:
         chunk_bytes = min(chunk_bytes, SLOT_BYTES // math.prod(schedule.slots))
     chunk = min(most, max(1, chunk_bytes // row_bytes))
-    if not on_line and chunk_bytes < max(LEAST_CHUNK_BYTES, row_bytes):  # the ring is large
+    many = 2 * math.prod(schedule.slots) + 8 > chips.current().kernel_semaphores
+    if not on_line and (many or chunk_bytes < max(LEAST_CHUNK_BYTES, row_bytes)):  # a large ring
         chunk = min(most, max(1, LEAST_CHUNK_BYTES // row_bytes))
         fitting = max(1, SLOT_BYTES // (4 * chunk * row_bytes))
         schedule = relay.Schedule((RIGHT, LEFT), 1, farthest, min(fitting, farthest, MAX_WIDTH))

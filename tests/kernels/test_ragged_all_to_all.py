@@ -301,6 +301,15 @@ def compile_kernel(topology: str, n: int, rows: int, algorithm: str) -> harness.
     return harness.compile_for_tpu(program, topology, (rows, 8, 128), (rows, 8, 128), (n,))
 
 
+def test_a_ring_of_short_rows_has_semaphores_enough() -> None:
+    def program(x: jax.Array, o: jax.Array, table: jax.Array) -> jax.Array:
+        tables = (table.astype(jnp.int32),) * 4
+        return exchange(x, o, *tables, axis_name="y", algorithm="ring")
+
+    shapes = (22 * 4096, 8, 128), (22 * 4096, 8, 128), (22,)
+    harness.compile_for_tpu(program, "v5p:2x2x22", *shapes, sizes=(4, 22))
+
+
 @pytest.mark.full
 def test_v5e_goes_along_all_axes_by_itself() -> None:
     def program(x: jax.Array, o: jax.Array, table: jax.Array, **how: Any) -> jax.Array:
