@@ -13,7 +13,7 @@ Ring. For chips that cannot write to all devices. Slices go in chunks of at most
 about as many, so that the links are as busy at the end as at first. Chunks go by the shorter side,
 and neighbours pass them on (see `relay`); to the opposite device of an even ring half of each goes
 either way, and of large arrays more goes the way whose links are less busy. Each device has the
-tables of all, so it knows what comes and where it goes. On rings of up to some 20 devices rounds of
+tables of all, so it knows what comes and where it goes. On rings of up to some 19 devices rounds of
 chunks overlap; on larger ones they would need too many slots and semaphores.
 
 Line. As the ring, but every slice goes the one way that there is on a line.
