@@ -54,7 +54,6 @@ from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring, wrap
 
 CHUNK_BYTES, LEAST_CHUNK_BYTES, LEAST_PIECE_BYTES = 512 << 10, 64 << 10, 16 << 10
-LARGEST_TABLES = 768 << 10  # of the 1 MiB of SMEM that the smallest TPUs have
 # Bytes of an operand from which links are weighed: that is some ten small sums, on the wire a ms.
 WEIGHED_BYTES = 32 << 20
 _WHOLE = 256  # all of a chunk, in the parts by which it is divided between both ways

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -325,14 +326,29 @@ def test_v5e_goes_along_all_axes_by_itself() -> None:
         harness.compile_for_tpu(direct, "v5e:2x4", *shapes)
 
 
-def test_tables_that_do_not_fit_are_refused() -> None:
-    def program(x: jax.Array, o: jax.Array, table: jax.Array) -> jax.Array:
-        return exchange(x, o, *(table.astype(jnp.int32),) * 4, algorithm="ring")
+@pytest.mark.parametrize(
+    "sizes, algorithm, slices",
+    [((4, 4, 4), "ring", 29), ((2, 2, 1), "direct", 15360), ((2, 2, 1), "spread", 5585)],
+)
+def test_tables_that_do_not_fit_are_refused(
+    sizes: tuple[int, ...], algorithm: str, slices: int
+) -> None:
+    """Each by what its own kernel reads: so many slices are served, and one more is not."""
+    axes = {axis: size for axis, size in zip("xyz", sizes, strict=True) if size > 1}
+    n, topology = math.prod(sizes), "v5p:" + "x".join(map(str, sizes))
 
-    shapes = (16, 8, 128), (16, 8, 128), (64 * 24,)
-    harness.compile_for_tpu(program, "v5p:4x4x4", *shapes)
-    with pytest.raises(ReachError, match=r"64 devices with 25 slices each.*768 KiB"):
-        harness.compile_for_tpu(program, "v5p:4x4x4", *shapes[:2], (64 * 25,))
+    def compile_with(slices: int) -> None:
+        def program(x: jax.Array, o: jax.Array, table: jax.Array) -> jax.Array:
+            tables = (table.astype(jnp.int32),) * 4
+            return exchange(x, o, *tables, axis_name=tuple(axes), algorithm=algorithm)
+
+        rows = (16, 8, 128)
+        given = rows, rows, (n * slices,)
+        harness.compile_for_tpu(program, topology, *given, sizes=tuple(axes.values()))
+
+    compile_with(slices)
+    with pytest.raises(ReachError, match=rf"{algorithm}.* {slices + 1} slices each.*960 KiB"):
+        compile_with(slices + 1)
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,15 @@ from pallas_collectives.backends.pallas.reductions import requantized_reduce as 
 from pallas_collectives.backends.pallas.reductions import (
     requantized_scatter as requantized_scatter,
 )
-from pallas_collectives.backends.plans import How
+from pallas_collectives.backends.plans import How, KernelPlan
 from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels.machinery import spaces
 from pallas_collectives.kernels.machinery.blocks import block_shape, sliceable, whole_shape
 from pallas_collectives.kernels.torus import shares
-from pallas_collectives.topology import placement
+from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
+
+_KEPT_SMEM = 64 << 10  # of scalar memory, for the compiler
 
 
 def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
@@ -98,6 +100,7 @@ def ragged_all_to_all(
     plan = algorithms.choose("ragged_all_to_all", how, operand, group)
     rows, rows_init = packing.rows_of(operand), packing.rows_of(output)
     begin, sizes, targets, expected = map(_as_int32, tables)
+    _check_tables(plan, sizes.size, group)
     if plan.record.takes_everyones:
         given = [*_tables_of_all(jnp.stack([sizes, targets]), group, how)]
     else:
@@ -111,23 +114,22 @@ def ragged_all_to_all(
     return packing.from_rows(y, output)
 
 
-def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
-    """Tables (k, entries) of all devices, side by side: (k, n * entries).
-
-    Raises:
-      ReachError: so many are more than a kernel can hold in scalar memory.
-    """
-    from pallas_collectives.kernels import ragged_all_to_all  # which no other collective needs
-
-    largest = ragged_all_to_all.LARGEST_TABLES
-    if group.size * tables.nbytes > largest:
+def _check_tables(plan: KernelPlan, entries: int, group: Group) -> None:
+    """Raises ReachError where a kernel's tables of so many slices do not fit scalar memory."""
+    chip, needed = chips.current(), 4 * entries * plan.record.tables(group)
+    if needed > (most := chip.smem_bytes - _KEPT_SMEM):
         raise ReachError(
-            f"algorithms 'torus', 'ring' and 'line' for ragged_all_to_all over {group.size} "
-            f"devices with {tables.shape[1] // group.size} slices each",
-            f"everyone's sizes and offsets take more than {largest >> 10} KiB of scalar memory",
-            "use fewer devices or slices, or leave backend and algorithm to be chosen: another "
-            "algorithm, or else lax, then serves",
+            f"ragged_all_to_all by {plan.algorithm!r} over {group.size} devices with "
+            f"{entries // group.size} slices each",
+            f"its sizes and offsets take {needed / 1024:.1f} KiB of scalar memory, and "
+            f"{chip.name} has {most >> 10} KiB for them",
+            "use fewer devices or slices, or leave backend and algorithm to be chosen: lax then "
+            "serves",
         )
+
+
+def _tables_of_all(tables: jax.Array, group: Group, how: How) -> jax.Array:
+    """Tables (k, entries) of all devices, side by side: (k, n * entries)."""
     options: dict[str, Any] = {"axis": 1, "tiled": True, "axis_index_groups": group.index_groups}
     gather = functools.partial(lax.all_gather, axis_name=group.axes, **options)
     return nested.run(dataclasses.replace(how, algorithm=None), gather, tables)
