@@ -131,16 +131,11 @@ def stepping(
     body = jax.checkpoint(layer) if form.gradient else layer
 
     def forward(weights: Arrays, x: jax.Array) -> jax.Array:
-        if isinstance(weights, list):
-            for of_layer in weights:
-                x = body(x, of_layer)
-            return x
-        if form.unrolled:
-            leaves, tree = jax.tree.flatten(weights)
-            for of_layer in zip(*leaves, strict=True):
-                x = body(x, jax.tree.unflatten(tree, of_layer))
-            return x
-        return lax.scan(lambda x, w: (body(x, w), None), x, weights)[0]
+        if isinstance(weights, dict) and not form.unrolled:
+            return lax.scan(lambda x, w: (body(x, w), None), x, weights)[0]
+        for of_layer in _one_by_one(weights) if isinstance(weights, dict) else weights:
+            x = body(x, of_layer)
+        return x
 
     def loss(weights: Arrays, x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.square(forward(weights, x).astype(jnp.float32)))
@@ -155,6 +150,12 @@ def stepping(
         return jax.tree.map(lambda w, g: w - rate * g, weights, summed(gradients))
 
     return step
+
+
+def _one_by_one(stacked: Arrays) -> list[Arrays]:
+    """Each layer's weights."""
+    leaves, tree = jax.tree.flatten(stacked)
+    return [jax.tree.unflatten(tree, of_layer) for of_layer in zip(*leaves, strict=True)]
 
 
 def _gather(axis: str, dimension: int) -> Callable[[jax.Array], jax.Array]:

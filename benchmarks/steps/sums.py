@@ -1,7 +1,6 @@
 """Steps that sum by `psum`, for `step --program=benchmarks.steps.sums:tensor` and so on."""
 
 import functools
-from typing import Any
 
 import jax
 from jax import lax
@@ -51,8 +50,5 @@ def data(devices: int, form: Form) -> Program:
         for _ in range(programs.LAYERS)
     ]
 
-    def summed(gradients: Any) -> Any:
-        return lax.psum(gradients, "x")
-
-    step = programs.stepping(form, programs._layer, summed)
+    step = programs.stepping(form, programs._layer, lambda gradients: lax.psum(gradients, "x"))
     return Program(step, (layers, programs._tokens()), {"x": devices})

@@ -191,7 +191,9 @@ def _alone_reads(flow: Dataflow, results: Set[int], reader: Step, array: Any) ->
 
 def _alone(psum: Step, k: int) -> Step:
     """A psum of one array of several, for which no product waits."""
-    return turns.of_some(psum, [k], awaited=False)
+    total = turns.of_some(psum, [i == k for i in range(len(psum.writes))], awaited=False)
+    assert total is not None
+    return total
 
 
 def _of_row(total: Step) -> Step:
@@ -242,8 +244,8 @@ def _without(step: Step, results: Set[int]) -> list[Step]:
     """A psum without what is summed apart, by the results' numbers; others as they are."""
     if not step.totals or results.isdisjoint(step.writes):
         return [step]
-    kept = [k for k, number in enumerate(step.writes) if number not in results]
-    return [turns.of_some(step, kept)] if kept else []
+    kept = turns.of_some(step, [number not in results for number in step.writes])
+    return [kept] if kept else []
 
 
 def _times(total: Step) -> tuple[float, float] | None:

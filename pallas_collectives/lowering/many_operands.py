@@ -94,19 +94,19 @@ def _checkpoint(
 ) -> Any:
     """Known operands now, the others later; all of them later, unless the policy saves results."""
     saved = _compat.saved(policy, eqn)
-    now = _part(eqn, [not later for later in unknown])
+    now = part(eqn, [not later for later in unknown])
     again = [not saved or later for later in unknown]
-    later = _part(eqn, again)
+    later = part(eqn, again)
     kept = remat.residuals(later, list(itertools.compress(at_hand, again))) if later else []
     return now, later, unknown, again, kept
 
 
 def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Drops operands of results that nobody reads. JAX 0.12 gives one more argument."""
-    return used, _part(rest[-1], used)
+    return used, part(rest[-1], used)
 
 
-def _part(eqn: JaxprEqn, wanted: list[bool]) -> JaxprEqn | None:
+def part(eqn: JaxprEqn, wanted: Sequence[bool]) -> JaxprEqn | None:
     """The equation of the wanted operands alone; None if no operand is wanted."""
     invars = list(itertools.compress(eqn.invars, wanted))
     outvars = list(itertools.compress(eqn.outvars, wanted))

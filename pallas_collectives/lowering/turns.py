@@ -14,7 +14,7 @@ from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval
 from pallas_collectives.backends import wire_choice
 from pallas_collectives.backends.plans import MAY_BE_AHEAD, How
-from pallas_collectives.lowering import barrier
+from pallas_collectives.lowering import barrier, many_operands
 from pallas_collectives.topology import chips
 
 # What runs another program in its place, by the parameter that holds it.
@@ -182,17 +182,15 @@ class Step:
         values.update(zip(self.writes, results, strict=True))
 
 
-def of_some(step: Step, places: Sequence[int], **wishes: Any) -> Step:
-    """A psum of some arrays of several; fields of its `How` may be others."""
+def of_some(step: Step, wanted: Sequence[bool], **wishes: Any) -> Step | None:
+    """A psum of the wanted ones of its arrays; fields of its `How` may be others."""
     assert step.eqn is not None
-    eqn, how = step.eqn, dataclasses.replace(step.eqn.params["how"], **wishes)
-    part = eqn.replace(
-        invars=[eqn.invars[k] for k in places],
-        outvars=[eqn.outvars[k] for k in places],
-        params={**eqn.params, "how": how},
-    )
-    reads, writes = (tuple(of[k] for k in places) for of in (step.reads, step.writes))
-    return Step(part, reads, writes, step.within)
+    part = many_operands.part(step.eqn, wanted)
+    if part is None:
+        return None
+    params = {**part.params, "how": dataclasses.replace(part.params["how"], **wishes)}
+    reads, writes = (tuple(itertools.compress(of, wanted)) for of in (step.reads, step.writes))
+    return Step(part.replace(params=params), reads, writes, step.within)
 
 
 def awaiting(step: Step) -> Step:
@@ -304,17 +302,17 @@ class Flat:
     """The equations of a turn, and in place of some calls those within them.
 
     Args:
-      opens: whether such a call is, by its equation and program; by default as `holds_any` says.
+      opens: whether such a call is, by its equation and program.
     """
 
-    def __init__(self, opens: Callable[[JaxprEqn, core.ClosedJaxpr], bool] | None = None) -> None:
+    def __init__(self, opens: Callable[[JaxprEqn, core.ClosedJaxpr], bool]) -> None:
         self.steps: list[Step] = []
-        self._opens = opens or (lambda _, inner: holds_any(inner))
+        self._opens = opens
         self._new = itertools.count()
 
     @classmethod
     def of(cls, closed: core.ClosedJaxpr) -> "Flat":
-        """For a turn; where it sums for all devices, what makes gradients is open, too."""
+        """One that opens what `holds_any`; where a turn sums by psum, what makes gradients, too."""
         sums = any(_holds(eqn, _PSUMS.__contains__) for eqn in closed.jaxpr.eqns)
         makes = {*_COMPUTES, _LOOP}.__contains__
         return cls(lambda eqn, inner: holds_any(inner) or (sums and _holds(eqn, makes)))

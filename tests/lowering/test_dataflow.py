@@ -45,7 +45,7 @@ def test_the_origin_of_a_value_is_what_it_was_in_front_of_barriers() -> None:
 def equations(fn: Any, *args: Any) -> list[Step]:
     """A function's equations as steps, its arguments and values numbered."""
     closed = jax.make_jaxpr(fn)(*args)
-    flat = Flat()
+    flat = Flat.of(closed)
     flat.add(closed, flat.numbers(len(closed.jaxpr.invars)))
     return flat.steps
 

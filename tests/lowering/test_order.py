@@ -204,7 +204,7 @@ def test_what_must_go_packed_is_in_no_order() -> None:
         with pc.override_lax(**how):
             closed = jax.make_jaxpr(mapped)(x, w)
         body = core.ClosedJaxpr(closed.jaxpr.eqns[0].params["jaxpr"], ())
-        flat = turns.Flat()
+        flat = turns.Flat.of(body)
         flat.add(body, flat.numbers(len(body.jaxpr.invars)))
         return sum(step.awaited for step in flat.steps)
 
