@@ -1,7 +1,9 @@
 """How whole arrays are laid over a mesh, for `sharded`."""
 
+import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -12,16 +14,40 @@ from pallas_collectives.validation import AxisName
 
 def mapped(
     fn: Callable[..., jax.Array],
+    asked: dict[str, Any],
     mesh: Mesh,
     before: PartitionSpec,
     after: PartitionSpec,
     *arrays: jax.Array,
 ) -> jax.Array:
-    """fn on each device's shards of arrays, which are laid over the mesh first if they are not."""
+    """fn(*shards, **asked) on each device, its shards those of arrays, which are laid over the mesh
+    first if they are not. Equal calls have one program, compiled once: fn is the same object."""
     for x in arrays:
         _check_layout(x, mesh, before)
     laid = (jax.device_put(x, NamedSharding(mesh, before)) for x in arrays)
-    return jax.shard_map(fn, mesh=mesh, in_specs=before, out_specs=after)(*laid)
+    parts = fn, tuple((name, _frozen(value)) for name, value in asked.items()), mesh, before, after
+    try:
+        hash(parts)
+    except TypeError:  # as with a wire's key
+        return _program.__wrapped__(*parts)(*laid)
+    return _program(*parts)(*laid)
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    fn: Callable[..., jax.Array],
+    asked: tuple[tuple[str, Any], ...],
+    mesh: Mesh,
+    before: PartitionSpec,
+    after: PartitionSpec,
+) -> Callable[..., jax.Array]:
+    run = functools.partial(fn, **dict(asked))
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=before, out_specs=after))
+
+
+def _frozen(value: Any) -> Any:
+    """The same with tuples for lists, which have no hash."""
+    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _check_layout(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:

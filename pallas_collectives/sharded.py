@@ -52,13 +52,8 @@ def all_gather(
     axis = laying.dimension(x.ndim, axis)
     before = laying.spec_of(x, axis, axis_name, spec)
     after = PartitionSpec(*(None if d == axis else s for d, s in enumerate(before)))
-
-    def gather(shard: jax.Array) -> jax.Array:
-        return collectives.all_gather(
-            shard, axis_name, axis=axis, tiled=True, to="invarying", **how
-        )
-
-    return laying.mapped(gather, mesh, before, after, x)
+    asked = dict(axis_name=axis_name, axis=axis, tiled=True, to="invarying", **how)
+    return laying.mapped(collectives.all_gather, asked, mesh, before, after, x)
 
 
 def psum_scatter(
@@ -86,13 +81,15 @@ def psum_scatter(
       (('x',), [2.0, 2.0, 2.0, 2.0])
     """
     axis = laying.dimension(x.ndim - 1, axis)
-
-    def scatter(rows: jax.Array) -> jax.Array:
-        term = rows.sum(axis=0, dtype=rows.dtype)  # one row, or a device's own few
-        return collectives.psum_scatter(term, axis_name, scatter_dimension=axis, tiled=True, **how)
-
+    before = PartitionSpec(axis_name)
     after = PartitionSpec(*(axis_name if d == axis else None for d in range(x.ndim - 1)))
-    return laying.mapped(scatter, mesh, PartitionSpec(axis_name), after, x)
+    asked = dict(axis_name=axis_name, scatter_dimension=axis, tiled=True, **how)
+    return laying.mapped(_scattered, asked, mesh, before, after, x)
+
+
+def _scattered(rows: jax.Array, **asked: Any) -> jax.Array:
+    """The sum of rows, one a device or a few of its own, scattered."""
+    return collectives.psum_scatter(rows.sum(axis=0, dtype=rows.dtype), **asked)
 
 
 reduce_scatter = psum_scatter
@@ -160,15 +157,19 @@ def _over_rows(
     **how: Any,
 ) -> jax.Array:
     """Reduces rows laid over `axis_name`: a device's own few first, then those of all devices."""
-
     if locally is jnp.sum and x.dtype == jnp.bool_:
         x = jnp.asarray(x, jnp.int32)  # counts, as psum has them
+    asked = dict(collective=collective, locally=locally, axis_name=axis_name, **how)
+    return laying.mapped(_reduced, asked, mesh, PartitionSpec(axis_name), PartitionSpec(), x)
 
-    def reduce(rows: jax.Array) -> jax.Array:
-        return collective(locally(rows, axis=0).astype(rows.dtype), axis_name, **how)
 
-    before, after = PartitionSpec(axis_name), PartitionSpec()
-    return laying.mapped(reduce, mesh, before, after, x)
+def _reduced(
+    rows: jax.Array,
+    collective: Callable[..., jax.Array],
+    locally: Callable[..., jax.Array],
+    **asked: Any,
+) -> jax.Array:
+    return collective(locally(rows, axis=0).astype(rows.dtype), **asked)
 
 
 def all_to_all(
@@ -219,11 +220,9 @@ def all_to_all(
         )
     laid = {split_axis: axis_name, concat_axis: None}
     after = PartitionSpec(*(laid.get(d, s) for d, s in enumerate(before)))
-
-    def exchange(shard: jax.Array) -> jax.Array:
-        return collectives.all_to_all(shard, axis_name, split_axis, concat_axis, tiled=True, **how)
-
-    return laying.mapped(exchange, mesh, before, after, x)
+    dimensions = {"split_axis": split_axis, "concat_axis": concat_axis}
+    asked = dict(axis_name=axis_name, tiled=True, **dimensions, **how)
+    return laying.mapped(collectives.all_to_all, asked, mesh, before, after, x)
 
 
 def ragged_all_to_all(
@@ -266,13 +265,9 @@ def ragged_all_to_all(
       >>> got[:, 0]
       Array([0., 2., 1., 3.], dtype=float32)
     """
-
-    def exchange(*shards: jax.Array) -> jax.Array:
-        return collectives.ragged_all_to_all(*shards, axis_name=axis_name, **how)
-
-    rows = PartitionSpec(axis_name)
-    slices = (input_offsets, send_sizes, output_offsets, recv_sizes)
-    return laying.mapped(exchange, mesh, rows, rows, operand, output, *slices)
+    rows, asked = PartitionSpec(axis_name), dict(axis_name=axis_name, **how)
+    arrays = (operand, output, input_offsets, send_sizes, output_offsets, recv_sizes)
+    return laying.mapped(collectives.ragged_all_to_all, asked, mesh, rows, rows, *arrays)
 
 
 def ppermute(
@@ -306,7 +301,7 @@ def ppermute(
       >>> pc.sharded.ppermute(jnp.arange(4), mesh=mesh, axis_name="x", perm=[(0, 1), (1, 0)])
       Array([2, 3, 0, 1], dtype=int32)
     """
-    return _of_blocks(collectives.ppermute, x, perm, mesh, axis_name, axis, spec, how)
+    return _of_blocks(collectives.ppermute, x, mesh, axis_name, axis, spec, perm=perm, **how)
 
 
 def pshuffle(
@@ -325,7 +320,7 @@ def pshuffle(
       >>> pc.sharded.pshuffle(jnp.arange(4), mesh=mesh, axis_name="x", perm=[1, 0])
       Array([2, 3, 0, 1], dtype=int32)
     """
-    return _of_blocks(collectives.pshuffle, x, perm, mesh, axis_name, axis, spec, how)
+    return _of_blocks(collectives.pshuffle, x, mesh, axis_name, axis, spec, perm=perm, **how)
 
 
 def pbroadcast(
@@ -344,7 +339,7 @@ def pbroadcast(
       >>> pc.sharded.pbroadcast(jnp.arange(4), mesh=mesh, axis_name="x", source=1)
       Array([2, 3, 2, 3], dtype=int32)
     """
-    return _of_blocks(collectives.pbroadcast, x, source, mesh, axis_name, axis, spec, how)
+    return _of_blocks(collectives.pbroadcast, x, mesh, axis_name, axis, spec, source=source, **how)
 
 
 def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, axis: int, **how: Any) -> jax.Array:
@@ -377,27 +372,23 @@ def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, axis: int, **how
             f"its rows are swapped with another dimension: there must be {devices}, one a device",
             "reshape x, or name another dimension",
         )
+    asked = dict(axis_name=axis_name, axis=axis - 1, **how)
+    return laying.mapped(_swapped, asked, mesh, rows, rows, x)
 
-    def swap(row: jax.Array) -> jax.Array:
-        return collectives.pswapaxes(row[0], axis_name, axis - 1, **how)[None]
 
-    return laying.mapped(swap, mesh, rows, rows, x)
+def _swapped(row: jax.Array, **asked: Any) -> jax.Array:
+    return collectives.pswapaxes(row[0], **asked)[None]
 
 
 def _of_blocks(
     collective: Callable[..., jax.Array],
     x: jax.Array,
-    argument: Any,
     mesh: Mesh,
     axis_name: AxisName,
     axis: int,
     spec: PartitionSpec | None,
-    how: dict[str, Any],
+    **asked: Any,
 ) -> jax.Array:
     """A collective that leaves the blocks of an array laid out as they are."""
     layout = laying.spec_of(x, laying.dimension(x.ndim, axis), axis_name, spec)
-
-    def move(shard: jax.Array) -> jax.Array:
-        return collective(shard, axis_name, argument, **how)
-
-    return laying.mapped(move, mesh, layout, layout, x)
+    return laying.mapped(collective, dict(axis_name=axis_name, **asked), mesh, layout, layout, x)

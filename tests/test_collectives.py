@@ -76,6 +76,18 @@ def test_whole_arrays_are_summed_as_they_lie(kind: AxisType) -> None:
             np.testing.assert_allclose(got, x.sum(0), rtol=1e-6, atol=1e-6)
 
 
+def test_equal_calls_on_whole_arrays_are_compiled_once() -> None:
+    """What a call asks for is in the program's key: also as a list, which has no hash."""
+    mesh, x = harness.mesh(2), harness.random((4, 8), "float32")
+    shifts = [[(0, 1), (1, 0)], [(0, 0), (1, 1)]]
+    pc.reset_counts()
+    for _ in range(2):
+        for perm in shifts:
+            got = pc.sharded.ppermute(x, mesh=mesh, axis_name="x", perm=perm)
+            np.testing.assert_array_equal(got, x if perm == shifts[1] else np.roll(x, 2, axis=0))
+    assert sum(pc.counts().values()) == 2
+
+
 def test_names_of_their_own() -> None:
     assert pc.reduce_scatter is pc.psum_scatter
     assert pc.all_reduce is pc.psum
