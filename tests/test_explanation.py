@@ -56,6 +56,25 @@ def test_explain_is_what_a_call_gets() -> None:
         assert pc.explain(op, shape=shape, mesh=on, axis_name="y").algorithm == key[2]
 
 
+def test_explain_asks_about_devices_where_a_mesh_of_others_is_in_scope() -> None:
+    """A script that trains sets its mesh at the top, and asks in a step, too."""
+
+    def told() -> list[str]:
+        product = {"shape": (1024, 4096), "columns": 4096}
+        asked = [("psum", {"nbytes": KIB}), ("all_gather_matmul", product)]
+        return [str(pc.explain(op, **size, devices=16, chip="v5e")) for op, size in asked]
+
+    def step(x: jax.Array) -> jax.Array:
+        inside.extend(told())
+        return x
+
+    wanted, on, inside = told(), harness.mesh(4), []
+    with jax.set_mesh(on):
+        assert told() == wanted
+    jax.eval_shape(harness.per_device(step, on), np.zeros(4))
+    assert inside == wanted
+
+
 AXES = ("x", "y")
 
 
