@@ -1,6 +1,8 @@
 """Trees as the host sees them: named leaves of plain bytes, and the way back."""
 
+import bisect
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -92,7 +94,8 @@ class Bytes:
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:
         self._runs = [_flat_bytes(array) for array in arrays]
-        self.size = sum(run.size for run in self._runs)
+        self._begins = [*itertools.accumulate((run.size for run in self._runs), initial=0)]
+        self.size = self._begins[-1]
 
     def read(self, start: int, into: np.ndarray) -> None:
         """Fills `into` from `start` on, as far as there are bytes."""
@@ -105,12 +108,12 @@ class Bytes:
             ours[:] = theirs
 
     def _overlaps(self, start: int, other: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        at = 0  # where this run begins
-        for run in self._runs:
+        first = max(bisect.bisect_right(self._begins, start) - 1, 0)
+        last = bisect.bisect_left(self._begins, start + other.size)
+        for at, run in zip(self._begins[first:last], self._runs[first:last], strict=False):
             low, high = max(start, at), min(start + other.size, at + run.size)
             if low < high:
                 yield run[low - at : high - at], other[low - start : high - start]
-            at += run.size
 
 
 def _flat_bytes(array: np.ndarray) -> np.ndarray:
