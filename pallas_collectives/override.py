@@ -116,7 +116,7 @@ def override_lax(
       ...     print(jax.vmap(lambda x: jax.lax.psum(x, "x"), axis_name="x")(jnp.ones(2)))
       [2. 2.]
     """
-    names = _names(everything=everything, only=only, keep=keep, fuse=fuse, ahead=ahead)
+    names, _ = _names(everything=everything, only=only, keep=keep, fuse=fuse, ahead=ahead)
     over = _checked_wires("wire", wire) | _checked_wires("wire_backward", wire_backward)
     if unused := sorted({name for name, _, _ in over} - names):
         rule = "lax keeps that function, by `only` or `keep`"
@@ -134,20 +134,20 @@ def override_lax(
         yield
 
 
-def _names(*, only: Any, keep: Any, **flags: Any) -> frozenset[str]:
-    """The functions to replace; all these arguments checked."""
+def _names(*, only: Any, keep: Any, **flags: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The functions to replace, and those of `keep`; all these arguments checked."""
     for name, value in flags.items():
         validation.check_flag(name, value)
     kept = _checked("keep", keep)
     if only is None:
-        return frozenset(_CHOOSING) - kept
+        return frozenset(_CHOOSING) - kept, kept
     wanted = _checked("only", only)
     if not wanted - kept:
         rule = f"with keep={keep!r} no function is left to replace"
         raise CollectiveError(
             f"only={only!r}", rule, "name functions that keep does not, or leave the context out"
         )
-    return wanted - kept
+    return wanted - kept, kept
 
 
 def _checked(argument: str, names: Any) -> frozenset[str]:
@@ -211,7 +211,8 @@ def overridden(
     Args:
       fn: any function.
       everything, only, keep, fuse, ahead: as `override_lax`'s; what binds psum's primitive, such as
-        pmean, goes by "psum".
+        pmean, goes by "psum". Within an `override_lax` its functions are replaced, too, and `keep`
+        leaves out of these.
 
     Raises:
       CollectiveError: as `override_lax`; or fn is not a function.
@@ -224,13 +225,14 @@ def overridden(
         raise CollectiveError(
             f"fn={fn!r}", "it must be a function", "pass the one that calls collectives"
         )
-    names = _names(everything=everything, only=only, keep=keep, fuse=fuse, ahead=ahead)
+    names, kept = _names(everything=everything, only=only, keep=keep, fuse=fuse, ahead=ahead)
 
     @functools.wraps(fn)
     def run(*args: Any, **kwargs: Any) -> Any:
         with (
             _installed(),
-            _overridden(_overridden.value | names),  # by lax's names, a tree's leaves go together
+            # By lax's names, a tree's leaves go together; those of a context around stay ours.
+            _overridden(_overridden.value - kept | names),
             choice.rebound(names),
             choice.beside_compute(not everything),
             choice.fuse(fuse),

@@ -171,19 +171,24 @@ def test_a_trees_sums_go_together_where_fn_calls_lax_by_name(by_name: bool) -> N
     assert sum(pc.counts().values()) == (1 if by_name else len(tree))
 
 
-def test_within_a_context_that_replaces_more() -> None:
-    """What the context replaces stays ours where `only` names another function."""
+@pytest.mark.parametrize(
+    "options, replaced",
+    [
+        ({"only": "psum"}, {"pallas_psum", "pallas_all_gather"}),
+        ({"keep": "all_gather"}, {"pallas_psum"}),
+    ],
+)
+def test_within_a_context_that_replaces_more(options: Any, replaced: set[str]) -> None:
+    """What the context replaces stays ours where `only` names another function, and not `keep`."""
 
     def fn(x: jax.Array) -> Any:
         return lax.psum(x, "x"), lax.all_gather(x, "x")
 
     with pc.override_lax(only="all_gather"):
-        run = harness.per_device(pc.overridden(fn, only="psum"), harness.mesh(2))
+        run = harness.per_device(pc.overridden(fn, **options), harness.mesh(2))
         names = primitives_in(jax.make_jaxpr(run)(harness.random((2, 8, 128), "float32")))
-    assert {name.partition("_inv")[0] for name in names if name.startswith("pallas_")} == {
-        "pallas_psum",
-        "pallas_all_gather",
-    }
+    found = {name.partition("_inv")[0] for name in names if name.startswith("pallas_")}
+    assert found == replaced
 
 
 def test_only_and_keep_name_functions() -> None:
