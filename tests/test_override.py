@@ -76,6 +76,16 @@ def test_it_ends_on_an_exception() -> None:
     assert not pc.counts()
 
 
+def test_the_report_is_of_a_context_that_an_exception_ended() -> None:
+    """A step that was built, and then failed, is what the report is read for."""
+    with pc.override_lax():
+        pass
+    with pytest.raises(RuntimeError, match="from within"), pc.override_lax():
+        run()
+        raise RuntimeError("from within")
+    assert [line.op for line in pc.override_report().replaced] == ["psum"]
+
+
 def test_as_a_decorator() -> None:
     @pc.override_lax()
     def model() -> np.ndarray:

@@ -72,11 +72,11 @@ def note_unreached(name: str) -> None:
 
 @contextlib.contextmanager
 def told(wired: Iterable[str]) -> Iterator[None]:
-    """Within this context what is built is noted; at its end it is told, each news once.
+    """Within this context what is built is noted, and at its end reported, on exceptions too.
 
-    Calls that it did not reach are warned of where it found no others. Programs without calls are
-    until a context has replaced some, as one compiled before may hold these. The functions of
-    `wired` have a wire.
+    Each news is told once. Calls that it did not reach are warned of where it found no others.
+    Programs without calls are until a context has replaced some, as one compiled before may hold
+    these. The functions of `wired` have a wire.
     """
     global _last, _ever_replaced
     before, outer, called = getattr(_programs, "number", 0), _called.get(), _Called(set(), set())
@@ -88,11 +88,11 @@ def told(wired: Iterable[str]) -> Iterator[None]:
         _called.reset(token)
         if outer is not None:
             outer.unreached.update(called.unreached)
-    report = _report(plans, getattr(_programs, "number", 0) - before)
-    unused = tuple(sorted(name for name in wired if _bound(name) not in _with_wires(plans)))
-    kept = tuple(sorted(called.kept))  # lax's primitives are bound for these, too
-    unreached = tuple(sorted(called.unreached - {*map(_bound, kept)}))
-    report = _last = dataclasses.replace(report, kept=kept, unused=unused, unreached=unreached)
+        report = _report(plans, getattr(_programs, "number", 0) - before)
+        unused = tuple(sorted(name for name in wired if _bound(name) not in _with_wires(plans)))
+        kept = tuple(sorted(called.kept))  # lax's primitives are bound for these, too
+        unreached = tuple(sorted(called.unreached - {*map(_bound, kept)}))
+        report = _last = dataclasses.replace(report, kept=kept, unused=unused, unreached=unreached)
     _ever_replaced = _ever_replaced or bool(report.replaced)
     found, text = report.replaced or report.left, str(report)
     if text in _told and (found or not unreached):
