@@ -30,6 +30,7 @@ _over = jax.make_user_context(frozenset())
 
 _lock = threading.Lock()
 _entered = 0  # contexts open, in all threads together; at 0 `jax.lax` is as it was
+_found: dict[str, Callable[..., Any]] = {}  # what it had then, which others may have put there
 
 
 @contextlib.contextmanager
@@ -251,6 +252,7 @@ def _installed() -> Iterator[None]:
         _entered += 1
         if _entered == 1:
             for name, function in _CHOOSING.items():
+                _found[name] = getattr(jax.lax, name)
                 setattr(jax.lax, name, function)
             _compat.prepare()
             lowering_ahead.register()
@@ -265,7 +267,7 @@ def _installed() -> Iterator[None]:
         with _lock:
             _entered -= 1
             if not _entered:
-                for name, (function, _) in _BOTH.items():
+                for name, function in _found.items():
                     setattr(jax.lax, name, function)
                 for primitive in _bindable().values():
                     del primitive.bind

@@ -76,6 +76,17 @@ def test_it_ends_on_an_exception() -> None:
     assert not pc.counts()
 
 
+def test_what_others_have_put_into_lax_is_back_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        return bound_before(*args, **kwargs)
+
+    monkeypatch.setattr(jax.lax, "psum", counted)
+    with pc.override_lax():
+        assert jax.lax.psum is not counted
+    assert jax.lax.psum is counted
+    monkeypatch.undo()
+
+
 def test_the_report_is_of_a_context_that_an_exception_ended() -> None:
     """A step that was built, and then failed, is what the report is read for."""
     with pc.override_lax():
