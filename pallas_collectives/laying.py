@@ -23,7 +23,7 @@ def mapped(
     """fn(*shards, **asked) on each device, its shards those of arrays, which are laid over the mesh
     first if they are not. Equal calls have one program, compiled once: fn is the same object."""
     for x in arrays:
-        _check_layout(x, mesh, before)
+        check(x, mesh, before)
     laid = (jax.device_put(x, NamedSharding(mesh, before)) for x in arrays)
     parts = fn, tuple((name, _frozen(value)) for name, value in asked.items()), mesh, before, after
     try:
@@ -50,12 +50,15 @@ def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
-def _check_layout(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
-    """Refuses axes that the mesh lacks, and dimensions that its devices do not divide."""
+def check(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
+    """Refuses dimensions that x lacks, axes that the mesh lacks, and shards of unequal size."""
     there = getattr(mesh, "shape", None)
     if there is None:
         rule, remedy = "it must be a jax.sharding.Mesh", "write jax.make_mesh((8,), ('x',))"
         raise CollectiveError(f"mesh={mesh!r}", rule, remedy)
+    if x.ndim < len(spec):
+        rule = f"{spec} must name no more dimensions than it has"
+        raise CollectiveError(f"an array of shape {x.shape}", rule, "reshape it, or name fewer")
     for dimension, names in enumerate(spec):
         axes = names if isinstance(names, tuple) else () if names is None else (names,)
         for name in axes:

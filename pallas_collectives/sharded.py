@@ -106,7 +106,7 @@ def psum(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Ar
       **how: see the module.
 
     Returns:
-      x.sum(axis=0), replicated.
+      x.sum(axis=0), replicated, of x's dtype as lax's: small integers wrap, bools become int32.
 
     Example:
       >>> pc.sharded.psum(jnp.arange(6.0).reshape(2, 3), mesh=mesh, axis_name="x")
@@ -119,7 +119,7 @@ all_reduce = psum
 
 
 def pmean(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, **how: Any) -> jax.Array:
-    """x.mean(axis=0), replicated; arguments as `psum`'s.
+    """`psum` over the number of rows, so x.mean(axis=0) where the sum fits; arguments as `psum`'s.
 
     Example:
       >>> pc.sharded.pmean(jnp.arange(6.0).reshape(2, 3), mesh=mesh, axis_name="x")
@@ -364,6 +364,7 @@ def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, axis: int, **how
              [1, 3]], dtype=int32)
     """
     axis, rows = laying.dimension(x.ndim, axis), PartitionSpec(axis_name)
+    laying.check(x, mesh, rows)
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     devices = math.prod(mesh.shape[name] for name in names)
     if axis == 0 or x.shape[0] != devices:

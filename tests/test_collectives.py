@@ -88,6 +88,18 @@ def test_equal_calls_on_whole_arrays_are_compiled_once() -> None:
     assert sum(pc.counts().values()) == 2
 
 
+def test_whole_arrays_that_do_not_fit_the_mesh() -> None:
+    on: dict[str, Any] = {"mesh": harness.mesh(2), "axis_name": "x"}
+    with pytest.raises(CollectiveError, match=r"array of shape \(\): .*no more dimensions"):
+        pc.sharded.psum(np.float32(1), **on)
+    with pytest.raises(CollectiveError, match=r"array of shape \(2,\): .*no more dimensions"):
+        pc.sharded.all_gather(np.zeros(2), spec=P("x", None), **on)
+    with pytest.raises(UnboundAxisError, match="axis_name='y': the mesh has the axes x"):
+        pc.sharded.pswapaxes(np.zeros((2, 2)), axis=1, **on | {"axis_name": "y"})
+    with pytest.raises(CollectiveError, match=r"mesh=None: it must be a jax\.sharding\.Mesh"):
+        pc.sharded.pswapaxes(np.zeros((2, 2)), axis=1, **on | {"mesh": None})
+
+
 def test_names_of_their_own() -> None:
     assert pc.reduce_scatter is pc.psum_scatter
     assert pc.all_reduce is pc.psum
