@@ -39,7 +39,8 @@ ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_BACKEND"
 _GPU = ("gpu", "cuda", "rocm")
 
 
-_named_backend = jax.make_user_context(None)
+# The backend that `use_backend` names.
+named_backend = jax.make_user_context(None)
 
 # Whether the step around a call matters (`How.beside`): True or False by `override_lax`, STARTED
 # for a call that is started ahead of the use of its result, None otherwise.
@@ -83,7 +84,7 @@ def use_backend(name: str | None) -> Iterator[None]:
     """
     if name is not None:
         _check_name(name)
-    with _named_backend(name):
+    with named_backend(name):
         yield
 
 
@@ -144,7 +145,7 @@ def choose(
 
     _compat.prepare()
     algorithm = None if algorithm == "auto" else algorithm
-    name = backend or _named_backend.value or os.environ.get(ENVIRONMENT_VARIABLE) or None
+    name = backend or named_backend.value or os.environ.get(ENVIRONMENT_VARIABLE) or None
     if name is not None:
         _check_name(name)
     if name == "xla":

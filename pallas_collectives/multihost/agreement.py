@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from pallas_collectives.backends import choice
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.multihost import votes
 from pallas_collectives.multihost.errors import ProcessTimeoutError
@@ -46,10 +47,12 @@ class Agreement:
         a collective that ends on some processes before others) had finished it.
         """
         done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        backend = choice.named_backend.value  # JAX keeps it by thread
 
         def work() -> None:
             try:
-                done.put((collective(), None))
+                with choice.named_backend(backend):
+                    done.put((collective(), None))
             except BaseException as error:
                 done.put((None, error))
 

@@ -257,6 +257,11 @@ def test_bytes_travel_by_the_collectives_of_this_project(processes):
     assert fallbacks == ([] if on_gpu else ["TPU devices are simulated within one process only"])
 
 
+def test_a_backend_named_around_a_call_serves_it(processes):
+    counts, fallbacks = all_the_same(values(processes, inside.everything_by_lax))
+    assert {served_by for _, served_by, _ in counts} == {"xla"} and not fallbacks
+
+
 def test_nothing_is_left_in_the_store(processes):
     assert values(processes, inside.keys_left) == [[]] * len(processes)
 
