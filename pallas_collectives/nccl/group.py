@@ -14,7 +14,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -253,8 +253,8 @@ def create(
 
 _groups: dict[tuple[str, tuple[jax.Device, ...]], Group] = {}
 _options: dict[str, Any] = {}
-_creating = threading.Lock()
-_storing = threading.Lock()  # never for long, as `_creating` is
+_creating: dict[Hashable, threading.Lock] = {}
+_storing = threading.Lock()  # never for long, as those of `_creating` are
 
 
 def configure(**options: Any) -> None:
@@ -282,7 +282,8 @@ def get(devices: Sequence[jax.Device], *, name: str, **options: Any) -> Group:
       True
     """
     key = (name, tuple(devices))
-    with _creating:
+    # A lock for each: another process may make two groups in another order, or only one of them.
+    with _creating.setdefault(key, threading.Lock()):
         group = _groups.get(key)
         if group is not None and not group.usable:
             group.abort()

@@ -86,7 +86,7 @@ def get(
     """
     size = rounded(nbytes)
     key = group, purpose, messages, size
-    with _making:
+    with _making.setdefault(key, threading.Lock()):
         if key not in _made:
             name = f"{purpose} {messages} {size}"
             agree = _begun.setdefault(key, _Agreement(group, name))
@@ -115,7 +115,7 @@ def agreed(group: Group, name: str, step: Callable[[int], object], failing: str)
         step(rank)
         return ""
 
-    with _making:
+    with _making.setdefault(key, threading.Lock()):
         if key not in _agreed:
             agree = _begun.setdefault(key, _Agreement(group, name))
             agree.begin()
@@ -139,7 +139,7 @@ def rounded(nbytes: int) -> int:
 _made: dict[Any, dict[int, Mailbox] | MailboxError] = {}
 _agreed: dict[Any, MailboxError | None] = {}
 _begun: dict[Any, "_Agreement"] = {}  # those that some process has not come to yet
-_making = threading.Lock()
+_making: dict[Any, threading.Lock] = {}  # for each: what is in it waits for other processes
 
 
 def _make(

@@ -204,6 +204,22 @@ def test_check_forgets_the_group_that_it_aborted_and_no_other(new, monkeypatch):
         g.close()
 
 
+def test_a_group_is_made_while_another_waits_for_a_process():
+    (runtime, _) = nccl_host.runtimes(2)
+    with_other = functools.partial(
+        group.get, [Device(0, 0, 0), Device(1, 1, 0)], name="waits", runtime=runtime, timeout=2
+    )
+
+    def alone():
+        time.sleep(0.2)
+        begin = time.monotonic()
+        group.get([Device(2, 0, 2)], name="alone", runtime=runtime).close()
+        return time.monotonic() - begin
+
+    waited, seconds = in_threads(with_other, alone)
+    assert isinstance(waited, RendezvousError) and seconds < 1
+
+
 def test_use_after_abort_raises_and_wakes_who_waits():
     g = one_process()
     x = np.zeros((N, N), np.int32)

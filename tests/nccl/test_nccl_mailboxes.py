@@ -1,6 +1,5 @@
 """Mailboxes between processes, for which threads stand: agreement, words, and aborts."""
 
-import contextlib
 import ctypes
 import functools
 import time
@@ -24,7 +23,6 @@ SIZE = 3
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
     host = nccl_host.HostProducts()
     monkeypatch.setattr(mailboxes, "_made", {})
-    monkeypatch.setattr(mailboxes, "_making", contextlib.nullcontext())  # each process has its own
     monkeypatch.setattr(cublas, "library", lambda: host)
 
 
@@ -98,6 +96,21 @@ def test_who_has_waited_in_vain_stands_by_what_it_told(late: int) -> None:
     own, other = in_threads(again, functools.partial(box, made[late]))
     assert own.data == other.data and own.words == other.words
     assert len(early.communicators[1 - late].before_abort) == 1
+
+
+def test_mailboxes_of_a_group_are_made_while_others_wait_for_a_process() -> None:
+    waiting, *_ = groups(2, timeout=2)
+    (alone,) = groups(1)
+
+    def made() -> float:
+        time.sleep(0.2)
+        begin = time.monotonic()
+        mailboxes.agreed(alone, "step", lambda rank: None, "cannot")
+        box(alone)
+        return time.monotonic() - begin
+
+    waited, seconds = in_threads(functools.partial(box, waiting), made)
+    assert isinstance(waited, RendezvousError) and seconds < 1
 
 
 def test_exchanges_of_a_size_have_mailboxes_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ by rank, and then gone through in every order that streams, events and words all
 in many (more). Copies and kernels last: others may come between their beginning and their end.
 """
 
-import contextlib
 import ctypes
 import functools
 import itertools
@@ -116,7 +115,6 @@ class _Noted:
 def noted(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Calls], "Machine"]:
     """(ranks, what each does) -> the machine before the first step."""
     monkeypatch.setattr(mailboxes, "_made", {})
-    monkeypatch.setattr(mailboxes, "_making", contextlib.nullcontext())
     monkeypatch.setattr(cublas, "library", _Noted)
     monkeypatch.setattr(sums, "prepared", lambda *_: None)
     monkeypatch.setattr(codec, "prepared", lambda driver, ordinal, kernel: kernel)
