@@ -143,7 +143,8 @@ class Copier(Rank):
             for waiting in (beside, self._keeping):
                 driver.wait_event(waiting, slot.began)
             driver.clear(self.ordinal, token, WORD, stream)
-        self.communicator.begin(("exchange", text), beside)
+        # All on one stream: two would count calls on the board at a time, each GPU in its order.
+        self.communicator.begin(("exchange", text), stream)
         with driver.device(self.ordinal):
             driver.give_words([slot.ready(peer, me) for peer in plan.writers], beside)
             turns, results = self._meeting.turns, self._meeting.results
@@ -164,17 +165,18 @@ class Copier(Rank):
             driver.take_words([slot.come(me, peer) for peer in plan.writers], beside)
             self.wait(beside, self._keeping, slot.kept)
             driver.record_again(slot.arrived, beside)
-        self.communicator.end(beside)
+        self.communicator.end(stream)
 
     def finish(
         self, slot: Slot, plan: PushPlan, operand: Address, result: Address, stream: Address
     ) -> None:
         """Has `stream` wait for the result of the exchange in `slot`."""
-        del plan
         self.communicator.check()
         self.call("pc_take", slot.flights, FLIGHTS, _IN_A_ROW, 1, operand, result)
+        self.communicator.begin(("exchange done", plan.nbytes), stream)
         with self.driver.device(self.ordinal):
             self.driver.wait_event(stream, slot.arrived)
+        self.communicator.end(stream)
 
     def _release(self) -> None:
         """Lets all that waits for a peer go on, with undefined values."""
