@@ -10,7 +10,7 @@ import copy
 import ctypes
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -166,14 +166,11 @@ class Communicator:
         function: Callable[..., None],
         *args: Address,
     ) -> None:
-        self.begin(call, stream)
-        try:
-            function(*args, self.handle, stream)
-        except Exception as error:
-            raise_for(error, self.failure(name, error))
-        finally:
-            if self._reason is None:  # NCCL has done it, or nothing of it
-                self.end(stream)
+        with self.calling(call, stream):
+            try:
+                function(*args, self.handle, stream)
+            except Exception as error:
+                raise_for(error, self.failure(name, error))
 
     def plan(self, call: Callable[[], None]) -> None:
         """Has NCCL plan the collective that `call` makes, and connect the peers that it would use.
@@ -194,26 +191,37 @@ class Communicator:
         if self._reason is not None:
             raise self._reason
 
-    def begin(self, call: tuple[Any, ...], stream: Address) -> None:
-        """Before every call: refuses, if this communicator is unusable, or tells the board."""
+    @contextlib.contextmanager
+    def calling(self, call: tuple[Any, ...], stream: Address) -> Iterator[None]:
+        """Tells the board that what is put on `stream` within it is one call.
+
+        Refuses, if this communicator is unusable.
+        """
         self.check()
         if self.board is not None:
             self.board.enter(stream, _signature(call))
+        try:
+            yield
+        finally:
+            self._end(stream)
 
-    def end(self, stream: Address) -> None:
-        """After every call, once NCCL has put its work on the stream or refused it."""
-        if self.board is not None:
+    def _end(self, stream: Address) -> None:
+        """A call is over, unless it is left half done."""
+        if self.board is not None and self._reason is None:
             self.board.leave(stream)
 
     def failure(self, name: str, error: Exception) -> Exception:
         """What to raise for an error in an NCCL call; an abort's reason says more than its echo."""
         return self._reason or self._noted(self.library.error(name, error, str(self)))
 
-    def failed(self, function: str, result: int) -> Exception:
+    def failed(self, function: str, result: int, stream: int) -> Exception:
         """What to raise for a result of a C function that is not 0, made without Python."""
-        return self._reason or self._noted(
+        error = self._reason or self._noted(
             self._owner(function).failed(function, result, str(self))
         )
+        if function.startswith("nccl"):  # in a call, whose end its tape has not come to
+            self._end(stream)
+        return error
 
     def _noted(self, error: Exception) -> Exception:
         """`error`; later calls raise too where NCCL may be half done: it would not know."""
@@ -296,24 +304,21 @@ def exchange(messages: Sequence[Messages], dtype: DType | str, what: str) -> Non
         m.communicator.check()  # before any other begins
         for _, _, peer in (*m.sends, *m.recvs):
             m.communicator.check_peer(peer)
-    for m in messages:
-        m.communicator.begin(("exchange", what), m.stream)
-    first = messages[0].communicator
-    nccl = first._nccl
-    try:
-        nccl.group_start()
+    nccl = messages[0].communicator._nccl
+    with contextlib.ExitStack() as calls:
+        for m in messages:
+            calls.enter_context(m.communicator.calling(("exchange", what), m.stream))
         try:
-            for m in messages:
-                handle, stream = m.communicator.handle, m.stream
-                for address, count, peer in m.sends:
-                    nccl.send(address, count * width, code, peer, handle, stream)
-                for address, count, peer in m.recvs:
-                    nccl.recv(address, count * width, code, peer, handle, stream)
-        finally:
-            nccl.group_end()
-    except Exception as error:
-        raise_for(error, first.failure("ncclSend and ncclRecv", error))
-    finally:
-        if first._reason is None:  # as in `_issue`
-            for m in messages:
-                m.communicator.end(m.stream)
+            nccl.group_start()
+            try:
+                for m in messages:
+                    handle, stream = m.communicator.handle, m.stream
+                    for address, count, peer in m.sends:
+                        nccl.send(address, count * width, code, peer, handle, stream)
+                    for address, count, peer in m.recvs:
+                        nccl.recv(address, count * width, code, peer, handle, stream)
+            finally:
+                nccl.group_end()
+        except Exception as error:
+            told = [m.communicator.failure("ncclSend and ncclRecv", error) for m in messages]
+            raise_for(error, told[0])

@@ -138,14 +138,11 @@ class Copier(Rank):
         call("pc_begin", slot.flights, FLIGHTS, _IN_A_ROW)
         for i, address in enumerate((operand, result)):
             call("pc_note", slot.flights, i, address)
-        with driver.device(self.ordinal):
-            driver.record_again(slot.began, stream)
-            for waiting in (beside, self._keeping):
-                driver.wait_event(waiting, slot.began)
+        # On one stream: two would count calls on the board at a time, and in each GPU's own order.
+        with self.calling(("exchange", text), stream):
+            self.wait(beside, stream, slot.began)
+            driver.wait_event(self._keeping, slot.began)
             driver.clear(self.ordinal, token, WORD, stream)
-        # All on one stream: two would count calls on the board at a time, each GPU in its order.
-        self.communicator.begin(("exchange", text), stream)
-        with driver.device(self.ordinal):
             driver.give_words([slot.ready(peer, me) for peer in plan.writers], beside)
             turns, results = self._meeting.turns, self._meeting.results
             size = self._meeting.size
@@ -165,7 +162,6 @@ class Copier(Rank):
             driver.take_words([slot.come(me, peer) for peer in plan.writers], beside)
             self.wait(beside, self._keeping, slot.kept)
             driver.record_again(slot.arrived, beside)
-        self.communicator.end(stream)
 
     def finish(
         self, slot: Slot, plan: PushPlan, operand: Address, result: Address, stream: Address
@@ -173,10 +169,8 @@ class Copier(Rank):
         """Has `stream` wait for the result of the exchange in `slot`."""
         self.communicator.check()
         self.call("pc_take", slot.flights, FLIGHTS, _IN_A_ROW, 1, operand, result)
-        self.communicator.begin(("exchange done", plan.nbytes), stream)
-        with self.driver.device(self.ordinal):
+        with self.calling(("exchange done", plan.nbytes), stream):
             self.driver.wait_event(stream, slot.arrived)
-        self.communicator.end(stream)
 
     def _release(self) -> None:
         """Lets all that waits for a peer go on, with undefined values."""

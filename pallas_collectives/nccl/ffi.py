@@ -275,13 +275,13 @@ def _handle(
     if not hasattr(_thread, "kept"):
         _keep_thread_state()
     try:
-        if step:
-            raise tape.failed(step, result)
         text = _Text.from_address(frame.attributes.items[0])
         name = ctypes.string_at(text.data, text.size)
         stream = _StreamArgs(ctypes.sizeof(_StreamArgs), None, frame.context)
         if has_stream and stream_get(ctypes.addressof(stream)):
             raise RuntimeError("XLA gives no stream")
+        if step:
+            raise tape.failed(step, result, stream.stream or 0)
         ordinal = _OrdinalArgs(_OrdinalArgs.ordinal.offset + 4, None, frame.context)
         if ordinal_get(ctypes.addressof(ordinal)):
             raise RuntimeError("XLA gives no device ordinal")

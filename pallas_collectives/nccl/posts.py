@@ -44,8 +44,7 @@ class Post(Sender):
         driver, me, side, box = self.driver, self.rank, self._side, self._box
         self.call("pc_begin", self._under_way, 1, 1)
         self.call("pc_note", self._under_way, 0, operand)
-        self.communicator.begin(("exchange", text), stream)
-        with driver.device(self.ordinal):
+        with self.calling(("exchange", text), stream):
             driver.clear(self.ordinal, token, WORD, stream)
             self.wait(side, stream, self._there)
             # What came last is in a result, or nobody wants it.
@@ -61,7 +60,6 @@ class Post(Sender):
             driver.take_words([box.come(me, self._place(p, me)) for p in plan.writers], side)
             driver.record_again(self._done, side)
             self.meet(box.meeting, box.place, stream)
-        self.communicator.end(stream)
 
     def finish(self, plan: PushPlan, operand: Address, result: Address, stream: Address) -> None:
         """Puts the result on `stream`, once it has come."""
@@ -69,8 +67,7 @@ class Post(Sender):
         self.communicator.check()
         self.call("pc_take", self._under_way, 1, 1, 0, operand, operand)
         # What is waited for here a watchdog must see here: `start` keeps nothing on XLA's stream.
-        self.communicator.begin(("exchange done", plan.nbytes), stream)
-        with driver.device(self.ordinal):
+        with self.calling(("exchange done", plan.nbytes), stream):
             driver.wait_event(stream, self._done)
             if plan.clear:
                 driver.clear(self.ordinal, result, plan.clear, stream)
@@ -81,9 +78,8 @@ class Post(Sender):
             for peer, target in zip(plan.writers, plan.targets, strict=True):
                 come = self._box.data[me] + self._place(peer, me) * plan.nbytes
                 driver.copy(tape.behind(result, target), come, plan.nbytes, stream)
-        self.communicator.end(stream)
 
-    def failed(self, function: str, result: int) -> Exception:
+    def failed(self, function: str, result: int, stream: int) -> Exception:
         """What to raise for a result of a C function that is not 0."""
         if function == "pc_take":
             return CommunicatorError(
@@ -91,7 +87,7 @@ class Post(Sender):
                 "has copied its operand: call done() in the same turn of the loop, and before "
                 f"{_LEAST} others of its size or more are started"
             )
-        return super().failed(function, result)
+        return super().failed(function, result, stream)
 
     def _place(self, source: int, target: int) -> int:
         """Which of the target's messages, and places in its mailbox, are the source's."""

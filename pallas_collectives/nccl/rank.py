@@ -53,6 +53,17 @@ class Rank:
                 meeting.turns, meeting.results, me, meeting.size, ctypes.byref(self.unusable),
             )  # fmt: skip
 
+    @contextlib.contextmanager
+    def calling(self, what: tuple[Any, ...], stream: Address) -> Iterator[None]:
+        """What is put on streams of the GPU within it is one call; half of one ends all work."""
+        with self.communicator.calling(what, stream), self.driver.device(self.ordinal):
+            try:
+                yield
+            except CallError as error:
+                if self.call == self._made_at_once:  # else nobody waits for what is only noted
+                    self.give_up(error)
+                raise
+
     def launch(
         self, kernel: ctypes.c_void_p, blocks: int, threads: int, stream: Address, *given: Address
     ) -> None:
@@ -68,7 +79,7 @@ class Rank:
             return cublas.library().address(function)
         return self.communicator.address(function)
 
-    def failed(self, function: str, result: int) -> Exception:
+    def failed(self, function: str, result: int, stream: int) -> Exception:
         """What to raise for a result of a C function that is not 0."""
         if function == "pc_take":
             return CommunicatorError(
@@ -80,7 +91,7 @@ class Rank:
         if function.startswith("cublas"):
             error = cublas.library().failed(function, result, str(self.communicator))
         else:
-            error = self.communicator.failed(function, result)
+            error = self.communicator.failed(function, result, stream)
         self.give_up(error)
         return error
 
@@ -108,13 +119,8 @@ class Rank:
         if not name.startswith("pc_"):
             cublas.library().call(name, *args)
             return
-        try:
-            well = _PYTHON[name](self.driver, *args)
-        except CallError as error:  # the others wait for what this one has not put on streams
-            self.give_up(error)
-            raise
-        if not well:
-            raise self.failed(name, 1)
+        if not _PYTHON[name](self.driver, *args):
+            raise self.failed(name, 1, 0)
 
 
 class Sender(Rank):
@@ -142,13 +148,11 @@ class Mailer(Sender):
           stream: XLA's.
         """
         box = self._box
-        self.communicator.begin(what, stream)
-        with self.driver.device(self.ordinal):
+        with self.calling(what, stream):
             self.meet(box.meeting, box.place, stream)
             yield
             self.wait(stream, self._side, self._done)
             self.meet(box.meeting, box.place, stream)
-        self.communicator.end(stream)
 
 
 # The tape's own functions where no compiler has made them; whether all is well.

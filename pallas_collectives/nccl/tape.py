@@ -183,8 +183,8 @@ class Recordable(Protocol):
     def recorded(self, recorder: Recorder) -> Any:
         """A twin whose calls `recorder` notes."""
 
-    def failed(self, function: str, result: int) -> Exception:
-        """What to raise when a function did not return 0."""
+    def failed(self, function: str, result: int, stream: int) -> Exception:
+        """What to raise when a function did not return 0, on its way to put work on `stream`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,10 +240,10 @@ def publish(text: str, tapes: Mapping[int, Tape]) -> None:
         library.add(ctypes.byref(work))
 
 
-def failed(step: int, result: int) -> Exception:
+def failed(step: int, result: int, stream: int) -> Exception:
     """What to raise when the step at this address did not return 0."""
     communicator, function = _steps[step]
-    return communicator.failed(function, result)
+    return communicator.failed(function, result, stream)
 
 
 def available() -> bool:

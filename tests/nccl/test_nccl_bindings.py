@@ -89,7 +89,7 @@ PROGRAM = textwrap.dedent("""
     # From tapes, NCCL's C functions are called without the bindings.
     c = fresh()
     stub.fail(b"", 0, warning.encode())
-    error = c.failed("ncclAllGather", result)
+    error = c.failed("ncclAllGather", result, 0)
     told["tape"] = [type(error).__name__, str(error), c.unusable.value]
     print(json.dumps(told))
 """)

@@ -11,8 +11,8 @@ import pytest
 
 import nccl_host
 from nccl_host import Device, in_threads
-from pallas_collectives.nccl import copies, cublas, group, mailboxes, posts, products
-from pallas_collectives.nccl.errors import CommunicatorError, NcclError, RendezvousError
+from pallas_collectives.nccl import copies, cublas, group, mailboxes, posts, products, tape
+from pallas_collectives.nccl.errors import CallError, CommunicatorError, NcclError, RendezvousError
 from pallas_collectives.nccl.mailboxes import MailboxError
 from pallas_collectives.nccl.products import GATHER, SCATTER, ProductWork
 
@@ -244,6 +244,28 @@ def test_a_watchdog_sees_where_xla_waits_for_an_exchange(monkeypatch: pytest.Mon
 
     assert in_each(made, exchange) == [None] * 2
     assert waits == [1, 1]
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_work_that_stops_half_way_ends_all_unless_it_is_only_noted(
+    recorded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody would give the words that others wait for, nor tell the watchdog that it is over."""
+    (runtime,) = nccl_host.runtimes()
+    with pytest.raises(CallError), group.create([Device(0, 0, 0)], runtime=runtime) as made:
+        (post,) = posts.get(made, 0, 8).values()
+
+        def no_room(*_: Any) -> None:
+            raise CallError("cuMemsetD8Async", 2, "out of memory")
+
+        def start(post: Any) -> None:
+            monkeypatch.setattr(post.driver, "clear", no_room)
+            post.start(copies.PushPlan((), ()), "exchange", 0, 0, 0, 1)
+
+        try:
+            tape.record(post, start) if recorded else start(post)
+        finally:
+            assert made.usable == recorded
 
 
 def test_an_abort_ends_what_waits_for_a_peer() -> None:

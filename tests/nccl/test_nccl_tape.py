@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -166,6 +167,8 @@ def test_with_a_watchdog_too_whose_boards_see_every_call(wire, monkeypatch):
 
 
 def test_a_function_that_fails_is_named_with_its_text_after_cleaning_up(wire, monkeypatch):
+    """And the call is over: the group is not taken for one that hangs."""
+    monkeypatch.setitem(group._options, "watchdog", 20)
     ended = []
 
     def group_end():
@@ -180,6 +183,13 @@ def test_a_function_that_fails_is_named_with_its_text_after_cleaning_up(wire, mo
     with pytest.raises(jax.errors.JaxRuntimeError, match="ncclSend returned 5: invalid usage"):
         jax.block_until_ready(f(ONES))
     assert len(ended) == 4
+    (made,) = group._groups.values()
+    boards = [c.board.words for c in made.communicators.values()]
+    deadline = time.monotonic() + 10  # the first failure may be told before the others
+    while sum(words.ended for words in boards) < 4 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert [(words.begun, words.ended) for words in boards] == [(1, 1)] * 4
+    made.close()
 
 
 def test_an_unusable_communicator_gives_its_reason_not_nccls_echo(wire):
@@ -192,7 +202,7 @@ def test_an_unusable_communicator_gives_its_reason_not_nccls_echo(wire):
         jax.block_until_ready(f(ONES))
     assert ffi.counters.tape == taped
     communicator = made.communicators[0]
-    assert str(communicator.failed("ncclSend", 5)) == "somebody pulled the plug"
+    assert str(communicator.failed("ncclSend", 5, 0)) == "somebody pulled the plug"
 
 
 class Communicator:
@@ -210,7 +220,7 @@ class Communicator:
     def recorded(self, recorder):
         return recorder
 
-    def failed(self, function, result):
+    def failed(self, function, result, stream):
         return RuntimeError(f"{function} of {self.name} returned {result}")
 
 
