@@ -191,7 +191,7 @@ def slots(group: Group, key: Hashable) -> dict[int, tuple[Copier, Slot]]:
     communicators = group.communicators
     if len(communicators) < len(group.devices):
         raise ProcessError(f"{group}: copy engines serve the GPUs of one process")
-    with _making:
+    with _making, group.runtime.driver.outside_captures():
         if group not in _copiers:
             ordinals = [c.ordinal for c in communicators.values()]
             for c in communicators.values():

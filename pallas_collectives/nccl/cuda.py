@@ -108,7 +108,7 @@ class Driver:
 
     @contextlib.contextmanager
     def outside_captures(self) -> Iterator[None]:
-        """Lets this thread allocate, map and load even while a stream is captured.
+        """Lets this thread allocate, map, load and query even while a stream is captured.
 
         CUDA refuses that on a thread that captures, or, after a capture that was begun in CUDA's
         global mode, on every thread, and ends the capture. XLA's captures are of the thread alone.
@@ -316,7 +316,8 @@ class Event:
 
     def done(self) -> bool:
         """Whether the moment has passed; does not wait."""
-        result = self._driver._lib.cuEventQuery(self.handle)
+        with self._driver.outside_captures():
+            result = self._driver._lib.cuEventQuery(self.handle)
         if result == _NOT_READY:
             return False
         if result:
@@ -325,7 +326,8 @@ class Event:
 
     def __del__(self) -> None:
         # An event may be destroyed while it is pending: the driver frees it once it is done.
-        self._driver._lib.cuEventDestroy_v2(self.handle)
+        with self._driver.outside_captures():  # Python collects garbage on whatever thread
+            self._driver._lib.cuEventDestroy_v2(self.handle)
 
 
 @functools.cache

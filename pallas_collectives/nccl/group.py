@@ -103,7 +103,7 @@ class Group:
         if not self._disable(CommunicatorError(f"{self} is closed")):
             return
         try:
-            _at_once([c.destroy for c in self.communicators.values()], timeout)
+            self._end(Communicator.destroy, timeout)
         except TimeoutError:
             raise CommunicatorError(
                 f"{self} could not be closed in {timeout:g} s: a peer has not closed it, or a "
@@ -116,7 +116,7 @@ class Group:
         if not self._disable(reason or CommunicatorError(f"{self} was aborted")):
             return
         try:
-            _at_once([c.abort for c in list(self.communicators.values())], _ABORT_SECONDS)
+            self._end(Communicator.abort, _ABORT_SECONDS)
         except (TimeoutError, NcclError) as error:
             _log.warning("%s: aborting did not end well: %r", self, error)
 
@@ -155,6 +155,15 @@ class Group:
             async_error=self._async_error,
         )
         self._watchdog.start()
+
+    def _end(self, how: Callable[[Communicator], None], timeout: float) -> None:
+        """Ends every communicator; a stream that is captured meanwhile is left alone."""
+
+        def end(communicator: Communicator) -> None:
+            with self.runtime.driver.outside_captures():
+                how(communicator)
+
+        _at_once([functools.partial(end, c) for c in list(self.communicators.values())], timeout)
 
     def _async_error(self) -> NcclError | None:
         for communicator in self.communicators.values():

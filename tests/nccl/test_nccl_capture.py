@@ -54,6 +54,25 @@ def test_a_group_may_be_made_while_a_stream_is_captured(devices, mode, where, wa
         nccl_gpu.gather(group)
 
 
+@pytest.mark.parametrize("mode", [0, 1])
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_a_group_may_end_and_events_pass_while_a_stream_is_captured(devices, mode, end):
+    group = nccl.create(devices, name=f"ends {mode} {end}", timeout=60, watchdog=10)
+    nccl_gpu.gather(group)
+    driver = cuda.driver()
+    stream = driver.new_stream(0)
+    events = [driver.record(0, stream)]
+
+    def beside():
+        while not events[0].done():
+            pass
+        events.clear()
+        getattr(group, end)()
+
+    with capturing(mode), concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(beside).result()
+
+
 def test_a_call_that_nccl_refuses_is_told_and_harms_nothing(devices, monkeypatch):
     """Outside of graphs."""
     n = len(devices)

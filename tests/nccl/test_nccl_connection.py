@@ -1,9 +1,11 @@
 """New communicators are connected for all that may be asked of them; over a wire of host memory."""
 
 import collections
+import ctypes
 import itertools
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -224,6 +226,40 @@ def test_a_thread_is_outside_captures_for_as_long_as_it_asks():
         assert modes == [2]
         1 / 0  # noqa: B018
     assert modes == [2, 0]
+
+
+def test_an_event_is_looked_at_and_destroyed_outside_captures():
+    """Also by a thread beside one that captures, and on whatever thread garbage is collected."""
+    modes, driver = [0], cuda.Driver.__new__(cuda.Driver)
+
+    def exchange(name, mode):
+        modes[0], mode._obj.value = mode._obj.value, modes[0]
+
+    def noted(handle):
+        modes.append(modes[0])
+        return 0
+
+    driver._call = exchange
+    driver._lib = types.SimpleNamespace(cuEventQuery=noted, cuEventDestroy_v2=noted)
+    event = cuda.Event(driver, ctypes.c_void_p(1))
+    assert event.done()
+    del event
+    assert modes == [0, 2, 2]
+
+
+@pytest.mark.parametrize("end", ["close", "abort"])
+def test_a_group_ends_outside_captures(end, monkeypatch):
+    """A watchdog aborts whatever this process captures meanwhile."""
+    made, outside = one_process(), []
+    driver = made.runtime.driver
+    for name in ("comm_destroy", "comm_abort"):
+        monkeypatch.setattr(
+            made.runtime.library.bindings,
+            name,
+            lambda comm: outside.append(threading.get_ident() in driver.outside),
+        )
+    getattr(made, end)()
+    assert outside == [True] * N
 
 
 def test_what_the_environment_leaves_no_algorithm_for_is_left_to_its_caller(monkeypatch, wire):
