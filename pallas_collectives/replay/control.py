@@ -12,12 +12,32 @@ from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
 from pallas_collectives.replay.views import DataDependent
 
+_KERNELS = {"pallas_call", "core_map", "mpmd_map", "shard_map"}
+_OF_TWINS = {"how", "spec", "ways"}  # parameters of our own collectives, which become kernels
+
+
+def _is_inert(eqn: JaxprEqn) -> bool:
+    """Whether control flow holds nothing to follow: it computes arrays from arrays."""
+    return not any(
+        inner.primitive.name in _KERNELS
+        or jaxprs.works_on_refs(inner)
+        or _OF_TWINS & inner.params.keys()
+        for inner in (eqn, *jaxprs.equations_within(eqn))
+    )
+
+
+def _unknown(env: list[Any], outs: list[int]) -> None:
+    for o in outs:
+        env[o] = UNKNOWN
+
 
 def cond(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
-    branches = eqn.params["branches"]
+    branches, inert = eqn.params["branches"], _is_inert(eqn)
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         which, *args = (env[i] for i in ins)
+        if inert and (which is UNKNOWN or not stepper.inside):
+            return _unknown(env, outs)
         if which is UNKNOWN:
             raise DataDependent("a conditional")
         if not isinstance(which, np.ndarray):
@@ -47,6 +67,7 @@ def cond(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> St
 def scan(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     body, length = eqn.params["jaxpr"], eqn.params["length"]
     order = range(length - 1, -1, -1) if eqn.params.get("reverse") else range(length)
+    inert = _is_inert(eqn)
 
     def slice_of(value: Any, i: int) -> Any:
         if isinstance(value, Known):
@@ -57,6 +78,8 @@ def scan(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> St
         return UNKNOWN
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
+        if inert and not stepper.inside:
+            return _unknown(env, outs)
         consts, carry, xs = jaxprs.scan_parts(eqn, [env[i] for i in ins])
         n_carry = len(carry)
         for i in order:
@@ -72,8 +95,11 @@ def scan(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> St
 def while_loop(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
     n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     cond_jaxpr, body_jaxpr = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    inert = _is_inert(eqn)
 
     def step(env: list[Any], lanes: np.ndarray) -> None:
+        if inert and not stepper.inside:
+            return _unknown(env, outs)
         args = [env[i] for i in ins]
         cond_consts, body_consts = args[:n_cond], args[n_cond : n_cond + n_body]
         carry = args[n_cond + n_body :]
@@ -81,6 +107,8 @@ def while_loop(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int])
         finished: list[tuple[np.ndarray, list[Any]]] = []
         while True:
             (go_on,) = stepper.run(cond_jaxpr, [*cond_consts, *carry], lanes[positions])
+            if go_on is UNKNOWN and inert:
+                return _unknown(env, outs)
             if go_on is UNKNOWN:
                 raise DataDependent("a loop's condition")
             if isinstance(go_on, np.ndarray) and not go_on.all():

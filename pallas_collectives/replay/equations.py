@@ -23,6 +23,7 @@ from pallas_collectives.replay import (
     known,
     operations,
     refs,
+    shards,
     twins,
     values,
 )
@@ -227,9 +228,10 @@ def _other(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> 
         ]  # of a kernel that goes on: see kernels
         for view in handed_on:
             stepper.emit(Access(lanes, 0.0, stepper.source(eqn), view, writes=False))
-        if not local or size > largest or handed_on or any(a is UNKNOWN for a in args):
+        follows = local and stepper.inside and not handed_on
+        if not follows or size > largest or any(a is UNKNOWN for a in args):
             spend(seconds)
-            if stepper.kernel is None:
+            if stepper.kernel is None and stepper.inside:
                 stepper.unmodelled[eqn.primitive.name] += 1
             for o in outs:
                 env[o] = UNKNOWN
@@ -361,6 +363,7 @@ _SPECIAL: dict[str, Any] = {
     "program_id": _program_id,
     "num_programs": _program_id,
     "get_barrier_semaphore": refs.barrier_semaphore,
+    "shard_map": shards.shard_map,
     "pallas_call": kernels.compile_kernel,
     "mpmd_map": cores.compile_kernel,
     "core_map": cores.compile_kernel,

@@ -114,10 +114,15 @@ def equations(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[Any]:
     """All equations of a jaxpr and of those within it."""
     for eqn in open_jaxpr(jaxpr)[0].eqns:
         yield eqn
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(open_jaxpr(inner)[0], "eqns"):
-                    yield from equations(inner)
+        yield from equations_within(eqn)
+
+
+def equations_within(eqn: JaxprEqn) -> Iterator[Any]:
+    """All equations of the jaxprs that an equation has, and of those within them."""
+    for value in eqn.params.values():
+        for inner in value if isinstance(value, (tuple, list)) else (value,):
+            if hasattr(open_jaxpr(inner)[0], "eqns"):
+                yield from equations(inner)
 
 
 def memory_space(aval: Any) -> str:

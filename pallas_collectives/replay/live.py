@@ -19,7 +19,7 @@ from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.replay.equations import compile_equation
 from pallas_collectives.replay.program import Kernel, Read, Semaphore
 from pallas_collectives.replay.stepper import Stepper
-from pallas_collectives.replay.values import Lanes, take
+from pallas_collectives.replay.values import Lanes
 from pallas_collectives.replay.views import Buffer
 from pallas_collectives.topology.chips import Chip
 
@@ -95,7 +95,7 @@ class LiveProgram:
         self._steppers.append(stepper)
         lanes = np.array([device])
         try:
-            stepper.run(self._body, [take(a, lanes) for a in self._args], lanes)
+            stepper.run(self._body, self._args, lanes)
             with self._lock:
                 self.unmodelled = dict(stepper.unmodelled)
             columns.put(_END)

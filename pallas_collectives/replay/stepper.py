@@ -84,6 +84,7 @@ class Stepper:
         self.semaphores: list[Semaphore] = []
         self.kernels: list[Kernel] = []
         self.unmodelled: Counter[str] = Counter()
+        self.inside = False  # shard_map, and not what is around it
         self.kernel: Kernel | None = None  # the kernel being stepped; None outside kernels
         self.kernel_number = 0  # how many kernels were begun: each call has buffers of its own
         self.collective_id: int | None = None

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import core
-from jax.sharding import PartitionSpec
+from jax.extend.core import JaxprEqn
 
-from pallas_collectives.replay import jaxprs, live
+from pallas_collectives.replay import jaxprs, live, values
 from pallas_collectives.replay.equations import compile_equation
 from pallas_collectives.replay.program import Program
 from pallas_collectives.replay.stepper import Stepper
@@ -31,7 +30,7 @@ def trace(
     generation: Chip,
     where: Callable[[Any], Places | None] = lambda mesh: None,
 ) -> tuple[Program, Any]:
-    """Steps `function(*args)` for every device of its shard_map's mesh; returns the program and the
+    """Steps `function(*args)` for every device of its shard_maps' mesh; returns the program and the
     mesh.
 
     `where(mesh)` is where the mesh's devices are: our own collectives choose their rings by that.
@@ -42,17 +41,12 @@ def trace(
     """
     closed = jax.make_jaxpr(function)(*jax.tree.map(_shape, args))
     contents = [_contents(a) for a in jax.tree.leaves(args)]
-    shard_map, operands = find_shard_map(closed, contents)
-    mesh = shard_map.params["mesh"]
-    axes = dict(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    specs = shard_map.params["in_specs"]
-    per_device = [_shard(v, spec, axes) for v, spec in zip(operands, specs, strict=True)]
-    body = shard_map.params["jaxpr"]
-    if _reads_semaphores(body):
-        return live.LiveProgram(mesh, generation, body, per_device), mesh  # type: ignore[return-value]
+    mesh = find_shard_map(closed).params["mesh"]
+    if _reads_semaphores(closed):
+        return live.LiveProgram(mesh, generation, closed, contents), mesh  # type: ignore[return-value]
     stepper = Stepper(mesh, generation, compile_equation)
     with placement.scope(where(mesh)):
-        stepper.run(body, per_device, np.arange(stepper.n_devices))
+        stepper.run(closed, contents, np.arange(stepper.n_devices))
     return stepper.program(), mesh
 
 
@@ -66,55 +60,22 @@ def _shape(a: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> jax.ShapeDtypeSt
 
 def _contents(a: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> Any:
     """What is known of an argument: of a `jax.Array`, what can be fetched and may be an index."""
-    if isinstance(a, (np.ndarray, np.generic, int, float)):
-        return Known(np.asarray(a), False)
-    fetched = isinstance(a, jax.Array) and a.is_fully_addressable
-    if fetched and (jax.dtypes.issubdtype(a.dtype, np.integer) or a.dtype == np.bool_):
-        return Known(np.asarray(a), False)
-    return UNKNOWN
-
-
-def find_shard_map(closed: core.Jaxpr | core.ClosedJaxpr, args: list[Any]) -> tuple[Any, list[Any]]:
-    """The outermost shard_map equation and what is known of its operands."""
-    jaxpr, consts = jaxprs.open_jaxpr(closed)
-    known: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
-    known |= {v: Known(np.asarray(c), False) for v, c in zip(jaxpr.constvars, consts, strict=True)}
-    for eqn in jaxpr.eqns:
-        operands = [UNKNOWN if jaxprs.is_literal(v) else known.get(v, UNKNOWN) for v in eqn.invars]
-        if eqn.primitive.name == "shard_map":
-            return eqn, operands
-        called = jaxprs.called_jaxpr(eqn)
-        if called is not None:
-            try:
-                return find_shard_map(called, operands)
-            except NoShardMap:
-                pass
-    raise NoShardMap("replay wants a function that calls jax.shard_map over the mesh to model")
-
-
-def _shard(value: Any, spec: PartitionSpec, axes: dict[str, int]) -> Any:
-    """Each device's part of a global array under a PartitionSpec."""
-    if not isinstance(value, Known):
+    dtype = jax.dtypes.result_type(a)
+    given = isinstance(a, (np.ndarray, np.generic, int, float))
+    if isinstance(a, jax.Array) and a.is_fully_addressable:
+        given = jax.dtypes.issubdtype(dtype, np.integer) or dtype == np.bool_
+    if not given:
         return UNKNOWN
-    if not any(spec) and value.values.ndim:
-        return value
-    n = math.prod(axes.values())
-    shape = tuple(axes.values())
-    coordinates = dict(zip(axes, np.unravel_index(np.arange(n), shape), strict=True))
-    shards = []
-    for device in range(n):
-        part = value.values
-        for dim, entry in enumerate(spec):
-            names = () if entry is None else entry if isinstance(entry, tuple) else (entry,)
-            index, count = 0, 1
-            for name in names:
-                index = index * axes[name] + int(coordinates[name][device])
-                count *= axes[name]
-            size = part.shape[dim] // count
-            part = np.take(part, range(index * size, (index + 1) * size), axis=dim)
-        shards.append(part)
-    stacked = np.stack(shards)
-    return stacked if stacked.ndim == 1 else Known(stacked, True)
+    array = np.asarray(a)
+    return Known(array, False) if array.ndim else values.settle(array.item(), dtype)
+
+
+def find_shard_map(closed: core.Jaxpr | core.ClosedJaxpr) -> JaxprEqn:
+    """The first shard_map equation of a program."""
+    for eqn in jaxprs.equations(closed):
+        if eqn.primitive.name == "shard_map":
+            return eqn
+    raise NoShardMap("replay wants a function that calls jax.shard_map over the mesh to model")
 
 
 def _reads_semaphores(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> bool:

@@ -127,9 +127,7 @@ def _own_mesh(candidate: Callable[..., Any], args: tuple[Any, ...]) -> Axes:
     shapes = jax.tree.map(
         lambda a: jax.ShapeDtypeStruct(np.shape(a), jax.dtypes.result_type(a)), args
     )
-    leaves = [None for _ in jax.tree.leaves(shapes)]
-    found, _ = find_shard_map(jax.make_jaxpr(candidate)(*shapes), leaves)
-    own = found.params["mesh"]
+    own = find_shard_map(jax.make_jaxpr(candidate)(*shapes)).params["mesh"]
     return dict(zip(own.axis_names, own.axis_sizes, strict=True))
 
 

@@ -4,12 +4,14 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas import tpu_sc as plsc
+from jax.sharding import PartitionSpec as P
 
 import judged_cores
 import replay_kernels
@@ -158,6 +160,66 @@ def test_whole_programs_and_meshes_of_their_own() -> None:
     assert [case.axes for case in verdict.cases] == [{"x": 2}, {"x": 8}]
     own = verify.check(kernels.over_its_own_mesh, X, devices=(2, 4, 8))
     assert own.ok and [case.axes for case in own.cases] == [{"x": 2}]
+
+
+def _in_turn(x: Any, mesh: Any, *, bodies: Any, turns: int = 1) -> Any:
+    """Whole arrays through a shard_map for each of the bodies, `turns` times."""
+    spec = P(mesh.axis_names[0])
+    sharded = [
+        jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        for body in bodies
+    ]
+    return lax.fori_loop(0, turns, lambda _, y: functools.reduce(lambda z, f: f(z), sharded, y), x)
+
+
+def test_every_shard_map_of_a_program_is_judged() -> None:
+    sent, stuck = kernels.to_the_right, kernels.stuck
+    program = functools.partial(_in_turn, bodies=[sent, stuck])
+    (finding,) = verify.check(program, "f32[8*n,128]", devices=(4,)).findings
+    assert finding.rule == "deadlock"
+    verdict = verify.check(
+        functools.partial(_in_turn, bodies=[sent, sent], turns=3), "f32[8*n,128]", devices=4
+    )
+    (report,) = (case.report for case in verdict.cases)
+    assert verdict.ok and report is not None and len(report.kernels) == 6
+
+
+def test_shard_maps_over_several_meshes_are_not_judged() -> None:
+    def program(x: Any, mesh: Any) -> Any:
+        x = kernels.whole(x, mesh)
+        return kernels.whole(x, Machine.named("v5p:2x1x1").mesh({"x": 2}))
+
+    verdict = verify.check(program, "f32[8*n,128]", devices=4)
+    assert verdict.status == UNJUDGED
+    assert "replay wants one mesh: this one is {'x': 2}" in str(verdict)
+
+
+def _halved_until_small(x: Any) -> Any:
+    """Sends what loops and conditionals that depend on data have computed, in a kernel and not."""
+    n = lax.axis_size("x")
+
+    def small(y: Any) -> Any:
+        y = lax.while_loop(lambda y: jnp.max(y) > 1, lambda y: y / 2, y)
+        return lax.cond(y[0, 0] > 0, lambda y: y + 1, lambda y: -y, y)
+
+    def kernel(x_ref: Any, o_ref: Any, scratch: Any, send_sem: Any, recv_sem: Any) -> None:
+        kernels.greet(n)
+        pltpu.sync_copy(x_ref, scratch)
+        scratch[...] = small(scratch[...])
+        right = lax.rem(lax.axis_index("x") + 1, n)
+        hop = pltpu.make_async_remote_copy(
+            scratch, o_ref, send_sem, recv_sem, device_id={"x": right}
+        )
+        hop.start()
+        hop.wait()
+
+    return kernels.launched(
+        kernel, small(x), x.shape, [pltpu.VMEM(x.shape, x.dtype), kernels.DMA, kernels.DMA]
+    )
+
+
+def test_loops_that_depend_on_data_are_passed_where_they_only_compute() -> None:
+    assert verify.assert_sound(_halved_until_small, "f32[8,128]", devices=(2,)).ok
 
 
 def test_what_is_bound_already_stays() -> None:
