@@ -97,6 +97,14 @@ class Access(Instruction):
 
 
 @dataclasses.dataclass
+class Unscope(Instruction):
+    """A scope within a kernel ends; `others` are of scopes that may have the same memory."""
+
+    own: list[Buffer]
+    others: list[Buffer]
+
+
+@dataclasses.dataclass
 class Read(Instruction):
     """The core reads a semaphore's value (only in programs that are stepped live)."""
 
@@ -146,6 +154,9 @@ class Kernel:
     hbm_scratch_bytes: int = 0
     on_sparsecore: bool = False
     held: Held = dataclasses.field(default_factory=Held)
+    scopes: tuple[int, ...] = ()  # that it is in, the innermost last
+    # Those that it was in -> what others have had in memory since
+    left: dict[tuple[int, ...], list[Buffer]] = dataclasses.field(default_factory=dict)
 
     @property
     def vmem_bytes(self) -> int:

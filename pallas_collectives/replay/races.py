@@ -2,7 +2,8 @@
 
 Two accesses of overlapping bytes, one of them a write, race if neither is ordered before the other.
 Every buffer is also written as a whole when its kernel is entered and when it is left: a copy into
-a device that might not be there yet, or that might have gone, is a race.
+a device that might not be there yet, or that might have gone, is a race. So is a scope's when it
+ends, and with it those of other scopes of the kernel, which may have the same memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 
 from pallas_collectives.replay import reasons, schedule
 from pallas_collectives.replay.order import Event, Mark, Order
-from pallas_collectives.replay.program import Access, Enter, Leave, Start, at
+from pallas_collectives.replay.program import Access, Enter, Leave, Start, Unscope, at
 from pallas_collectives.replay.regions import Box, box_of, covers, whole
 
 
@@ -110,6 +111,9 @@ def _uses(order: Order) -> Iterator[tuple[tuple[int, int], _Use]]:
             for buffer in owned[column.kernel]:
                 if home(d, buffer) == d:
                     yield (d, buffer.id), _Use(event, whole(buffer), True, None)
+        elif isinstance(column, Unscope):
+            for buffer in (*column.own, *column.others):
+                yield (home(d, buffer), buffer.id), _Use(event, whole(buffer), True, None)
         elif isinstance(column, Access):
             buffer, box = column.view.buffer, box_of(column.view, position)
             yield (home(d, buffer), buffer.id), _Use(event, box, column.writes, None)
@@ -236,6 +240,8 @@ def _describe(use: _Use) -> str:
     elif kind in ("Enter", "Leave"):
         way = "entry into" if kind == "Enter" else "exit from"
         return f"the device's {way} {column.source.kernel}"
+    elif kind == "Unscope":
+        what = "the scope's end"
     else:
         what = "the core's write" if use.writes else "the core's read"
     return f"{what} at {column.source.line}"

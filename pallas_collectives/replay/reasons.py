@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pallas_collectives.replay.order import Event, Order
-from pallas_collectives.replay.program import Access, Leave, Start, Wait, at
+from pallas_collectives.replay.program import Access, Leave, Start, Unscope, Wait, at
 from pallas_collectives.replay.views import Buffer
 
 ENTRY_REMEDY = (
@@ -137,6 +137,8 @@ def both_write(one: Event, other: Event, place: str) -> tuple[str, str]:
 
 def _filled_before(order: Order, use: Event, copy: Event) -> bool:
     """Whether a device writes to a buffer itself, or has had it filled before, not by `copy`."""
+    if isinstance(use.column, Unscope):
+        return copy.column.dst.buffer not in use.column.own
     view = getattr(use.column, "view", None)
     reads = isinstance(use.column, Start) and use.column.src.buffer is copy.column.dst.buffer
     if not reads and (view is None or use.column.writes):

@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs, names
-from pallas_collectives.replay.program import barrier_name
+from pallas_collectives.replay.program import Unscope, barrier_name
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN
 from pallas_collectives.replay.views import View
@@ -29,7 +29,17 @@ def run_scoped(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int])
             views.append(stepper.allocate(key, var.aval, name))
         kernel, held = stepper.kernel, [v.buffer for v in views]
         kernel.held.take(held, stepper.source(eqn).line)
+        around, kernel.scopes = kernel.scopes, (*kernel.scopes, id(eqn))
+        own, scopes = [b for b in held if b.space == "vmem"], kernel.scopes
+        for left, others in kernel.left.items():
+            if left[: len(scopes)] != scopes:  # not one within this
+                others += [buffer for buffer in own if buffer not in others]
         results = stepper.run(jaxpr, views, lanes, [env[i] for i in ins])
+        if own:
+            others = kernel.left.setdefault(scopes, [])
+            source, busy = stepper.source(eqn), stepper.take_busy(waits=False)
+            stepper.emit(Unscope(lanes, busy, source, own, others))
+        kernel.scopes = around
         kernel.held.give_back(held)
         for o, value in zip(outs, results, strict=True):
             env[o] = value

@@ -23,6 +23,7 @@ from pallas_collectives.replay.program import (
     Program,
     Signal,
     Start,
+    Unscope,
     Wait,
     at,
 )
@@ -205,6 +206,8 @@ def describe(program: Program, event: Event) -> str:
             if event.target == event.device:
                 return f"copy {source} → {goal}"
             return f"copy {source} → {event.target}" + (f": {goal}" if goal != source else "")
+        case Unscope():
+            return f"end the scope of {column.own[0].name}"
         case Access():
             return f"{'write' if column.writes else 'read'} {named(column.view, position)}"
         case Enter():

@@ -28,6 +28,7 @@ The model assumes of the hardware no more than this:
 * a semaphore only counts: a wait says how much has come, not from whom, nor which bytes;
 * a kernel's memory and semaphores are somebody else's before it is entered and after it is left;
   barrier semaphores are there at all times;
+* a scope's memory (`pl.run_scoped`) may be that of scopes before and after it, within a kernel;
 * a kernel that communicates, takes no barrier semaphore and has no collective id is entered by all
   devices at once: the compiler puts a barrier before it, unless `skip_device_barrier` says not to;
 * the cores of a chip enter a kernel on a mesh of cores together, and leave it together.

@@ -235,7 +235,7 @@ def _of_fault(fault: Fault, where: dict[str, Line]) -> Finding:
 
 def _of_race(race: Race, report: Report, where: dict[str, Line]) -> Finding:
     kinds = [side.partition(" at ")[0] for side in (race.first, race.second)]
-    name, _, space = race.buffer.partition(" (")
+    name, _, space = race.buffer.rpartition(" (")
     entry = any("entry into" in kind or "exit from" in kind for kind in kinds)
     reads = any(kind.endswith("read") for kind in kinds)
     unfinished = "a copy's write" in kinds and reads and "bytes" in race.why + race.remedy
