@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from pallas_collectives.replay.program import at
 from pallas_collectives.replay.views import Buffer, View, dense_dims
 
@@ -20,11 +18,13 @@ def box_of(view: View, position: int) -> Box:
     """The smallest box of the buffer's own dimensions that holds the view on one lane.
 
     Exact for slices with stride 1; for a reshaped view whose dimensions straddle the buffer's,
-    whole rows.
+    whole rows of the first dimension that it crosses.
     """
     strides = dense_dims(view.buffer.shape, view.buffer.itemsize)
+    if not view.buffer.nbytes:
+        return whole(view.buffer)
     base = int(at(view.base, position))
-    starts = [base // stride % max(n, 1) for n, stride in strides]
+    starts = [base // stride % n for n, stride in strides]
     extents = [1] * len(strides)
     for size, stride in view.dims:
         size = int(at(size, position))
@@ -44,14 +44,17 @@ def box_of(view: View, position: int) -> Box:
 
 
 def _rows(view: View, base: int, position: int) -> Box:
-    """Whole rows of the first dimension from the view's first byte to its last."""
+    """From the view's first byte to its last: whole rows of the first dimension that it crosses."""
     last = base + view.itemsize - 1
     for size, stride in view.dims:
         last += (int(at(size, position)) - 1) * stride
-    (_, stride), *_ = dense_dims(view.buffer.shape, view.buffer.itemsize)
-    first_row, last_row = base // stride, last // stride
-    rest: list[Any] = [(0, n) for n in view.buffer.shape[1:]]
-    return ((first_row, last_row - first_row + 1), *rest)
+    box: list[tuple[int, int]] = []
+    crossed = False
+    for n, stride in dense_dims(view.buffer.shape, view.buffer.itemsize):
+        first, until = (0, n) if crossed else (base // stride % n, last // stride % n + 1)
+        box.append((first, until - first))
+        crossed |= until - first > 1
+    return tuple(box)
 
 
 def covers(a: Box, b: Box) -> bool:

@@ -381,3 +381,30 @@ _scoped("from a scope around another", nested=True)
 _scoped("into a scope", to="scope")
 _scoped("into a scope, awaited after it", "race", to="scope", at="after")
 _scoped("into a scope that is another's as yet", "race", to="scope", early=True)
+
+
+# Reshaped refs ------------------------------------------------------------------------------------
+
+
+def _reshaped(x: Any, n: int, *, overlap: int = 0) -> Any:
+    """Each device writes its rows to all; the rows of one are two of the result's dimension 1."""
+    rows = x.shape[0]
+
+    def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+        me, out = lax.axis_index("x"), o_ref.reshape(n * rows, 128)
+        barrier(*range(n))
+
+        def copy(origin: Any, to: Any) -> Any:
+            goal = out.at[pl.ds(jnp.maximum(origin * rows - overlap, 0), rows)]
+            return hop(x_ref, goal, send, recv.at[origin], to)
+
+        for to in range(n):
+            copy(me, to).start()
+        for origin in range(n):
+            copy(origin, 0).wait()
+
+    return launch(kernel, x, DMA, pltpu.SemaphoreType.DMA((n,)), out=(1, 2 * n, rows // 2, 128))
+
+
+case("a gather into a reshaped ref", _reshaped)
+case("a gather into a reshaped ref, one row off", lambda x, n: _reshaped(x, n, overlap=1), "race")

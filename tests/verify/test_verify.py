@@ -222,6 +222,11 @@ def test_loops_that_depend_on_data_are_passed_where_they_only_compute() -> None:
     assert verify.assert_sound(_halved_until_small, "f32[8,128]", devices=(2,)).ok
 
 
+@pytest.mark.parametrize("operand", ["f32[8,0]", "f32[0,128]"])
+def test_operands_without_elements_are_judged(operand: str) -> None:
+    assert verify.assert_sound(kernels.to_the_right, operand, devices=2).ok
+
+
 def test_what_is_bound_already_stays() -> None:
     bound = functools.partial(kernels.whole, mesh=Machine.named("v5p:2").mesh({"x": 2}))
     verdict = verify.check(bound, "f32[8,128]", devices=(4,))
