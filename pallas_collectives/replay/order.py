@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,7 @@ from pallas_collectives.replay.program import (
 )
 
 _CLOCK_TABLE_LIMIT = 2 << 30  # bytes
+_STRIDE = 512  # events from one state that is kept to the next
 
 # A device and the number of one of its semaphores.
 Key = tuple[int, int]
@@ -60,6 +61,7 @@ class Event:
     column: Any
     position: int
     row: int = -1  # of the clock table: what its device knew then, itself included; waits: -1
+    number: int = -1  # its place among all
     kernel: int = 0  # in which it is, a number from 1; 0 outside
     taken: int = 0  # of a wait: by it and all before it, from its semaphore
     read_known: list[Mark] = dataclasses.field(default_factory=list)
@@ -155,9 +157,13 @@ class Order:
         self.program = program
         self.events: list[Event] = []
         self.finished = execute(program, self.events)
-        self._without: dict[tuple[int, int, bool], dict[int, int]] = {}  # how far devices come
+        self._without: dict[tuple[int, int, bool], list[int]] = {}  # how far devices come
+        self._of_device: list[list[Event]] = [[] for _ in range(program.n_devices)]
+        self._states = [_State([0] * program.n_devices, {})]
         clocked = 0
-        for event in self.events:
+        for number, event in enumerate(self.events):
+            event.number = number
+            self._of_device[event.device].append(event)
             if not isinstance(event.column, (Wait, CoreWork)):
                 event.row = clocked
                 clocked += 1
@@ -185,10 +191,27 @@ class Order:
         """
         key = (first.device, first.count, reads)
         if key not in self._without:
-            events: list[Event] = []
-            execute(self.program, events, key)
-            self._without[key] = {event.device: event.count for event in events}
-        return self._without[key].get(later.device, 0) >= later.count
+            self._without[key] = self._reached(first, key)
+        return self._without[key][later.device] >= later.count
+
+    def _reached(self, first: Event, held_back: tuple[int, int, bool]) -> list[int]:
+        """How far each device comes while `first` is never over: from where that begins."""
+        nearest = min(first.number // _STRIDE, len(self._states) - 1)
+        state, number = self._states[nearest].copy(), nearest * _STRIDE
+        for event in self.events[number : first.number]:
+            if number % _STRIDE == 0 and number // _STRIDE == len(self._states):
+                self._states.append(state.copy())
+            state.pass_by(event)
+            number += 1
+        events: list[Event] = []
+        streams = [
+            map(own.__getitem__, range(count, len(own)))
+            for own, count in zip(self._of_device, state.counts, strict=True)
+        ]
+        _execute(streams, state.semaphores, events, held_back)
+        for event in events:
+            state.counts[event.device] = event.count
+        return state.counts
 
     def entries(self) -> dict[tuple[int, int], Event]:
         """Where each (device, kernel) is entered."""
@@ -241,6 +264,25 @@ class Order:
                 return
 
 
+@dataclasses.dataclass
+class _State:
+    """How far each device has come, and what its semaphores hold."""
+
+    counts: list[int]
+    semaphores: dict[Key, int]
+
+    def copy(self) -> _State:
+        held = {key: value for key, value in self.semaphores.items() if value}
+        return _State(self.counts.copy(), defaultdict(int, held))
+
+    def pass_by(self, event: Event) -> None:
+        self.counts[event.device] = event.count
+        for key, value, _ in additions(event):
+            self.semaphores[key] += value
+        if isinstance(event.column, Wait) and not event.column.keeps:
+            self.semaphores[event.device, at(event.column.sem, event.position)] -= event.value
+
+
 def execute(
     program: Program, events: list[Event], held_back: tuple[int, int, bool] | None = None
 ) -> bool:
@@ -250,14 +292,29 @@ def execute(
     `held_back`: the device and number of an event that never ends; the last of its bytes is never
     written, nor, if the third is true, read. Anything but a copy is not even begun.
     """
-    streams = [program.of_device(d) for d in range(program.n_devices)]
-    counts = [0] * program.n_devices
-    semaphores: dict[Key, int] = defaultdict(int)
+    streams = [_stream(program, device) for device in range(program.n_devices)]
+    return _execute(streams, defaultdict(int), events, held_back)
+
+
+def _stream(program: Program, device: int) -> Iterator[Event]:
+    kernel = 0
+    for count, (_, position, column) in enumerate(program.of_device(device), 1):
+        if isinstance(column, Enter):
+            kernel = column.kernel
+        yield Event(device, count, column, position, kernel=kernel)
+
+
+def _execute(
+    streams: Sequence[Iterator[Event]],
+    semaphores: dict[Key, int],
+    events: list[Event],
+    held_back: tuple[int, int, bool] | None,
+) -> bool:
+    """As `execute`, from where the devices' streams of events and their semaphores are."""
     held: dict[int, tuple[Key, int, Event]] = {}
     waiting_on: dict[Key, int] = {}
-    kernels = [0] * program.n_devices
     last = held_back or (-1, -1, False)
-    ready = deque(range(program.n_devices))
+    ready = deque(range(len(streams)))
 
     def run(device: int) -> Iterator[tuple[Key, int, Any]]:
         """Goes on with a device; yields what it adds to semaphores."""
@@ -265,19 +322,14 @@ def execute(
             if device in held:
                 key, need, event = held.pop(device)
             else:
-                entry = next(streams[device], None)
-                if entry is None:
+                following = next(streams[device], None)
+                if following is None:
                     return
-                _, position, column = entry
-                counts[device] += 1
-                if isinstance(column, Enter):
-                    kernels[device] = column.kernel
-                event = Event(device, counts[device], column, position, kernel=kernels[device])
+                event, column = following, following.column
                 if (device, event.count) == last[:2] and not isinstance(column, Start):
                     return
                 if isinstance(column, Wait):
-                    key = (device, at(column.sem, position))
-                    need = at(column.value, position)
+                    key, need = (device, at(column.sem, event.position)), event.value
             if isinstance(event.column, Wait):
                 if semaphores[key] < need:
                     held[device] = (key, need, event)

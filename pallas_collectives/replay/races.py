@@ -20,6 +20,8 @@ from pallas_collectives.replay.order import Event, Mark, Order
 from pallas_collectives.replay.program import Access, Enter, Leave, Start, Unscope, at
 from pallas_collectives.replay.regions import Box, box_of, covers, whole
 
+_MANY_ALIKE = 64  # uses of one place that a later one may race with
+
 
 @dataclasses.dataclass(frozen=True)
 class Race:
@@ -67,18 +69,25 @@ def find_races(order: Order, devices: Sequence[int] | None = None, limit: int = 
         if (wanted is not None and key[0] not in wanted) or any(size == 0 for _, size in use.box):
             continue
         uses = live.setdefault(key, _Live(len(use.box)))
-        for i in uses.conflicts(use):
+        conflicts = uses.conflicts(use)
+        for i in conflicts:
             old = uses.uses[i]
             assert old is not None
-            if _ordered(old, use, order):
-                if use.writes and covers(use.box, old.box):
-                    uses.drop(i)
-            elif not _ordered(use, old, order):
+            if not _ordered(old, use, order):
                 pair = frozenset((_describe(old), _describe(use)))
-                if pair not in found and order.possible(old.event, use.event, reads=not old.writes):
+                if _ordered(use, old, order):
+                    continue
+                if pair in found:
+                    if len(conflicts) < _MANY_ALIKE:
+                        continue
+                elif order.possible(old.event, use.event, reads=not old.writes):
                     found[pair] = _race(order, key, old, use)
-                if len(found) >= limit:
-                    return list(found.values())
+                    if len(found) >= limit:
+                        return list(found.values())
+                    continue
+            # Over before this use, or one of many that are faulty alike: this one stands for it.
+            if use.writes and covers(use.box, old.box):
+                uses.drop(i)
         uses.add(use)
     return list(found.values())
 
