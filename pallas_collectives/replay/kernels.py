@@ -2,9 +2,9 @@
 around the body. A kernel on a SparseCore has no grid, and all its operands are in HBM.
 
 Operands left in HBM (`memory_space=ANY` or HBM) are handed to the kernel as they are. Operands in
-VMEM are copied in before the body and out after it; over a grid, blocks are double-buffered: the
-next block is fetched while the body runs, as Pallas' own pipeline does. These copies are marked
-implicit: interpret mode performs them outside its DMAs.
+VMEM, and parts of those in SMEM, are copied in before the body and out after it; over a grid,
+blocks are double-buffered: the next block is fetched while the body runs, as Pallas' own pipeline
+does. These copies are marked implicit: interpret mode performs them outside its DMAs.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ Index = tuple[Any, ...]
 
 
 class _Blocked:
-    """An operand that reaches the kernel as blocks in VMEM: where it lies in HBM, its slots, and
-    which block is in which.
+    """An operand that reaches the kernel as blocks in VMEM or SMEM: where it lies in HBM, its
+    slots, and which block is in which.
     """
 
     def __init__(
-        self, stepper: Stepper, key: tuple[Any, ...], mapping: Any, name: str, is_output: bool
+        self,
+        stepper: Stepper,
+        key: tuple[Any, ...],
+        mapping: Any,
+        name: str,
+        space: str,
+        is_output: bool,
     ):
         self.mapping = mapping
         self.is_output = is_output
@@ -43,7 +49,7 @@ class _Blocked:
         n_slots = 1 if self.block == tuple(shape) else jaxprs.buffer_count(mapping)
         slots = self.block if n_slots == 1 else (n_slots, *self.block)
         block_aval = mapping.array_aval.update(shape=slots)
-        self.slots = stepper.allocate((*key, "block"), block_aval, f"{name} block", "vmem")
+        self.slots = stepper.allocate((*key, "block"), block_aval, f"{name} block", space)
         self.semaphores = stepper.allocate(
             (*key, "sem"),
             mapping.array_aval.update(shape=(max(n_slots, 2),)),
@@ -90,6 +96,13 @@ class _Blocked:
 
     def semaphore(self, visit: int) -> int:
         return self.semaphores.buffer.id + visit % self.n_slots
+
+
+def _is_cut(mapping: Any) -> bool:
+    """Whether an operand's blocks are parts of it."""
+    shape = mapping.array_aval.shape
+    sizes = (dim.size for dim in jaxprs.block_dims(mapping))
+    return any(size < n for size, n in zip(sizes, shape, strict=True))
 
 
 def compile_kernel(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> Step:
@@ -196,8 +209,11 @@ class _Call:
             if isinstance(given, View):  # from a kernel that goes on, its semaphores with it
                 self.refs.append(given)
                 continue
-            if space == "vmem" and 0 <= block < n_blocks:
-                operand = _Blocked(stepper, key, mapping.block_mappings[block], name, output >= 0)
+            blocks = mapping.block_mappings[block] if 0 <= block < n_blocks else None
+            if blocks and (space == "vmem" or (space == "smem" and _is_cut(blocks))):
+                operand = _Blocked(stepper, key, blocks, name, space, output >= 0)
+                if space == "smem":
+                    stepper.follow(operand.array, blocks.array_aval, given, self.lanes)
                 if isinstance(aliased, _Blocked):
                     operand.array = aliased.array
                 self.blocked.append(operand)
@@ -314,6 +330,7 @@ class _Call:
         busy, source = self.stepper.take_busy(), self.stepper.source(self.eqn)
         sem = operand.semaphore(visit)
         nbytes = inner.nbytes
+        self.stepper.contents.copy(src, dst, self.at, None)
         self.stepper.emit(
             Start(self.at, busy, source, src, dst, None, None, sem, nbytes, implicit=True)
         )

@@ -255,6 +255,44 @@ def test_operands_that_the_kernel_reads_are_followed() -> None:
         verify.assert_sound(kernels.depends_on_data, "s32[1]", X, devices=(2,))
 
 
+@pytest.mark.parametrize(("last", "status"), [(2, SOUND), (9, FAULTY)])
+def test_tables_that_reach_a_kernel_by_blocks_are_followed(last: int, status: str) -> None:
+    def function(table: Any, x: Any) -> Any:
+        n = lax.axis_size("x")
+
+        def kernel(row_ref: Any, x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+            @pl.when(pl.program_id(0) == 0)
+            def _() -> None:
+                kernels.greet(n)
+
+            part = pl.ds(row_ref[0, 0], 1)
+            right = {"x": lax.rem(lax.axis_index("x") + 1, n)}
+            hop = pltpu.make_async_remote_copy(
+                x_ref.at[part], o_ref.at[part], send, recv, device_id=right
+            )
+            hop.start()
+            hop.wait()
+
+        return pl.pallas_call(
+            kernel,
+            grid=(3,),
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[
+                pl.BlockSpec((1, 128), lambda i: (i, 0), memory_space=pltpu.SMEM),
+                pl.BlockSpec(memory_space=pl.ANY),
+            ],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[kernels.DMA, kernels.DMA],
+            compiler_params=pltpu.CompilerParams(collective_id=0),
+        )(table, x)
+
+    table = np.zeros((3, 128), np.int32)
+    table[:, 0] = 1, 0, last
+    verdict = verify.check(function, table, "f32[3,8,128]", devices=2)
+    assert verdict.status == status, verdict
+    assert [finding.rule for finding in verdict.findings] == ["bounds"] * (status == FAULTY)
+
+
 def test_a_kernel_that_polls_is_judged_on_one_schedule_alone() -> None:
     polling = verify.check(lambda x: replay_kernels.polling(x, 2), X, devices=(2,))
     assert polling.status == UNJUDGED
