@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -58,15 +58,12 @@ class Race:
         )
 
 
-def find_races(order: Order, devices: Sequence[int] | None = None, limit: int = 200) -> list[Race]:
-    """Races on the buffers of `devices` (all by default), at most `limit` of them, one per pair of
-    source lines.
-    """
-    wanted = None if devices is None else set(devices)
+def find_races(order: Order, limit: int = 200) -> list[Race]:
+    """Races, at most `limit` of them, one per pair of source lines."""
     live: dict[tuple[int, int], _Live] = {}
     found: dict[frozenset[str], Race] = {}
     for key, use in _uses(order):
-        if (wanted is not None and key[0] not in wanted) or any(size == 0 for _, size in use.box):
+        if any(size == 0 for _, size in use.box):
             continue
         uses = live.setdefault(key, _Live(len(use.box)))
         conflicts = uses.conflicts(use)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -241,23 +241,21 @@ _MISSING = (
 # By the order that semaphores guarantee ---------------------------------------------------------
 
 
-def find_early(order: Order, devices: Sequence[int]) -> list[Fault]:
-    """Copies and signals by `devices` to semaphores of others that may not have entered yet.
+def find_early(order: Order) -> list[Fault]:
+    """Copies and signals to semaphores of other devices that may not have entered yet.
 
     A kernel's own semaphores and memory are another program's before it is entered. Only barrier
     semaphores are there at all times.
     """
-    return _one_per_line(_early(order, set(devices)))
+    return _one_per_line(_early(order))
 
 
-def _early(order: Order, devices: set[int]) -> Iterator[Fault]:
+def _early(order: Order) -> Iterator[Fault]:
     entries = order.entries()
     told: dict[str, tuple[str, str]] = {}
     for event in order.events:
         column = event.column
-        if event.device not in devices or not isinstance(column, (Signal, Start)):
-            continue
-        if event.target == event.device:
+        if not isinstance(column, (Signal, Start)) or event.target == event.device:
             continue
         is_copy = isinstance(column, Start)
         number = column.dst_sem if isinstance(column, Start) else column.sem

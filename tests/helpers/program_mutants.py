@@ -277,7 +277,7 @@ def judged(program: Program, order: Order) -> frozenset[str]:
     engine = Engine(program, machine, where, symmetry.discrete(program.n_devices, machine.n_links))
     engine.run()
     faults = rules.find_faults(program, machine.generation, machine.places(where))
-    faults += rules.find_early(order, range(program.n_devices))
+    faults += rules.find_early(order)
     found = report(engine, faults, find_races(order, limit=1))
     return frozenset(
         {fault.name for fault in found.faults}

@@ -255,6 +255,43 @@ def test_operands_that_the_kernel_reads_are_followed() -> None:
         verify.assert_sound(kernels.depends_on_data, "s32[1]", X, devices=(2,))
 
 
+def test_devices_that_are_alike_in_time_need_not_be_in_what_they_know() -> None:
+    """On rings of four and of six that do the same: three rounds tell only the four of all."""
+    rings = [0, 1, 5, 4], [8, 9, 10, 14, 13, 12]  # neighbours of v5e:4x4
+    following = {d: ring[(i + 1) % len(ring)] for ring in rings for i, d in enumerate(ring)}
+    table = np.array([following.get(d, d) for d in range(16)], np.int32)
+
+    def function(x: Any, *, rounds: int) -> Any:
+        def kernel(x_ref: Any, to_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+            me, barrier = lax.axis_index("x"), pltpu.get_barrier_semaphore()
+            to = to_ref[me]
+
+            @pl.when(to != me)
+            def _() -> None:
+                for _ in range(rounds):
+                    pl.semaphore_signal(barrier, 1, device_id={"x": to})
+                    pl.semaphore_wait(barrier, 1)
+                hop = pltpu.make_async_remote_copy(x_ref, o_ref, send, recv, device_id={"x": to})
+                hop.start()
+                hop.wait()
+
+        return pl.pallas_call(
+            kernel,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            in_specs=[pl.BlockSpec(memory_space=pl.ANY), pl.BlockSpec(memory_space=pltpu.SMEM)],
+            out_specs=pl.BlockSpec(memory_space=pl.ANY),
+            scratch_shapes=[kernels.DMA, kernels.DMA],
+            compiler_params=pltpu.CompilerParams(collective_id=0),
+        )(x, jnp.asarray(table))
+
+    for rounds, rules in ((3, {"entry"}), (5, set())):
+        judged = functools.partial(function, rounds=rounds)
+        verdict = verify.check(judged, "f32[8,128]", devices=16, machine="v5e:4x4")
+        assert {finding.rule for finding in verdict.findings} == rules
+        assert verdict.cases[0].report is not None
+        assert verdict.cases[0].report.devices_modelled == 2
+
+
 @pytest.mark.parametrize(("last", "status"), [(2, SOUND), (9, FAULTY)])
 def test_tables_that_reach_a_kernel_by_blocks_are_followed(last: int, status: str) -> None:
     def function(table: Any, x: Any) -> Any:
