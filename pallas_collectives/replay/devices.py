@@ -131,8 +131,10 @@ class Devices:
             index = by_axis[name] if name in by_axis else self.axis_index(name, lanes)
             if index is UNKNOWN:
                 raise DataDependent("a device id")
-            if not isinstance(index, np.ndarray) and not 0 <= index < self.axes[name]:
-                raise IndexError(f"device {index} on axis {name!r} of size {self.axes[name]}")
+            first, last = np.min(index), np.max(index)
+            if not 0 <= first <= last < self.axes[name]:
+                outside = last if first >= 0 else first
+                raise IndexError(f"device {outside} on axis {name!r} of size {self.axes[name]}")
             device = device + index * stride
         return self._canonical(self._on_core(device, by_axis, core, lanes, home))
 

@@ -243,6 +243,31 @@ def test_meshes_of_several_axes() -> None:
     assert split.cases[0].axes == {"x": 4, "y": 2}
 
 
+def test_an_index_past_its_own_axis_is_found_where_others_follow() -> None:
+    """One past the end of y is a device of a mesh of 2 by 2: the next row's first."""
+
+    def function(x: Any) -> Any:
+        def kernel(x_ref: Any, o_ref: Any, send: Any, recv: Any) -> None:
+            here = lax.axis_index(("x", "y"))
+            hop = pltpu.make_async_remote_copy(
+                x_ref, o_ref, send, recv, device_id={"y": lax.axis_index("y") + 1}
+            )
+
+            @pl.when(here < 2)
+            def _() -> None:
+                hop.start()
+                hop.wait_send()
+
+            @pl.when((here == 1) | (here == 2))
+            def _() -> None:
+                hop.wait_recv()
+
+        return kernels.launched(kernel, x, x.shape, [kernels.DMA, kernels.DMA])
+
+    (finding,) = verify.check(function, X, mesh={"x": 2, "y": 2}).findings
+    assert finding.rule == "bounds" and "device 2 on axis 'y' of size 2" in finding.what
+
+
 def test_operands_that_the_kernel_reads_are_followed() -> None:
     assert verify.check(kernels.depends_on_data, np.array([8], np.int32), X, devices=(2,)).ok
     unknown = verify.check(kernels.depends_on_data, "s32[1]", X, devices=(2,))
