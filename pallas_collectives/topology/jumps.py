@@ -9,8 +9,8 @@ in between at a device on its way. It crosses as few links as there are. On a ri
 
 Each link then carries n^2/8 of what a device has for one other, each way round; on a line n^2/4 in
 the middle. What is for the opposite device of an even ring goes right from even places and left
-from odd ones, so that both ways carry the same. It goes in two jumps, because one jump of half the
-ring could not tell which way it goes.
+from odd ones, so that both ways carry the same. Where that distance is a power of two it goes in
+two jumps, because one jump of half the ring could not tell which way it goes.
 """
 
 import dataclasses
@@ -56,10 +56,9 @@ def _route(distance: int, parity: int | None = None) -> Route:
 
 
 def _opposite(distance: int, way: int, parity: int) -> Route:
-    """Two halves of the way to the opposite device."""
-    first = -(-distance // 2)
-    jumps = (*_powers(way * first), *_powers(way * (distance - first)))
-    return Route(way * distance, tuple(sorted(jumps, key=abs, reverse=True)), parity)
+    """The way to the opposite device: as any other, a power of two in two halves."""
+    jumps = _powers(way * distance)
+    return Route(way * distance, jumps if len(jumps) > 1 else (jumps[0] // 2,) * 2, parity)
 
 
 def _powers(distance: int) -> tuple[int, ...]:

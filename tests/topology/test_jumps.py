@@ -4,7 +4,7 @@ import pytest
 
 from pallas_collectives.topology import jumps
 
-AXES = [(n, line) for n in (2, 3, 4, 5, 6, 7, 8, 12, 16, 32) for line in (False, True)]
+AXES = [(n, line) for n in (2, 3, 4, 5, 6, 7, 8, 12, 16, 28, 32) for line in (False, True)]
 
 
 def places(n: int, line: bool) -> list[tuple[int, jumps.Route]]:
@@ -32,6 +32,15 @@ def test_jumps_are_powers_of_two_that_lead_there_straight(n: int, line: bool) ->
         assert len({jump > 0 for jump in route.jumps}) == 1
         if not line and n > 2:  # half a ring would not say which way round
             assert all(2 * abs(jump) < n for jump in route.jumps)
+
+
+@pytest.mark.parametrize("n, line", AXES)
+def test_no_route_has_more_jumps_than_its_distance_has_powers_of_two(n: int, line: bool) -> None:
+    """But that of half a ring, if one jump would lead there."""
+    for route in jumps.routes(n, line):
+        halves = 2 * abs(route.distance) == n and not (line or n == 2)
+        least = abs(route.distance).bit_count()
+        assert len(route.jumps) == (max(2, least) if halves else least)
 
 
 @pytest.mark.parametrize("n, line", AXES)
