@@ -130,6 +130,12 @@ def test_sums_of_a_gibibyte_take_three_blocks_a_direction(
     assert program.temp_bytes <= (n + result_blocks + 2 * 3) * block + (4 << 20)
 
 
+def test_terms_of_two_thousand_devices_are_added_in_vmem() -> None:
+    """A tile of each at a time, which is more than the compiler gives a kernel by itself."""
+    program = functools.partial(pallas_collectives.psum, axis_name="x", algorithm="one_shot")
+    harness.compile_for_tpu(program, "v5p:8x16x16", (8, 128), sizes=(2048,))
+
+
 @pytest.mark.parametrize("op", ["all_gather", "all_to_all", "ppermute"])
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_a_gibibyte_per_device_compiles(op: str, generation: str) -> None:

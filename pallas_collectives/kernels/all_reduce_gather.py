@@ -30,7 +30,7 @@ from pallas_collectives.annotations import Interpret, Ref, buffer
 from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels import all_gather
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.kernels.machinery.combine import combine_stack
+from pallas_collectives.kernels.machinery.combine import combine_stack, stack_bytes
 from pallas_collectives.kernels.torus import all_gather as torus_gather
 from pallas_collectives.kernels.torus import devices
 from pallas_collectives.kernels.torus.views import View
@@ -61,6 +61,7 @@ def gather(x: jax.Array, group: Group, *, op: str, vmem: bool, interpret: Interp
         name="all_reduce_gather",
         interpret=interpret,
         vmem=vmem,
+        pipeline_bytes=0 if vmem else stack_bytes(x, group.size),
     )
     return total
 

@@ -18,7 +18,7 @@ import jax
 from pallas_collectives.annotations import Interpret, Ref, buffer
 from pallas_collectives.kernels.machinery import launch, sync
 from pallas_collectives.kernels.machinery.blocks import Blocks, block_shape
-from pallas_collectives.kernels.machinery.combine import combine_stack
+from pallas_collectives.kernels.machinery.combine import combine_stack, stack_bytes
 from pallas_collectives.kernels.machinery.sync import PushSemaphores
 from pallas_collectives.topology.groups import Group, Ring
 
@@ -76,6 +76,7 @@ def _launch(
         interpret=interpret,
         vmem=vmem,
         wire_bytes=(group.size - 1) * result.size * x.dtype.itemsize,
+        pipeline_bytes=0 if vmem else stack_bytes(result, group.size),
     )
 
 

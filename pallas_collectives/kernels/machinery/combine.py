@@ -122,6 +122,12 @@ def combine_stack(op: str, out_ref: Ref, stack_ref: Ref, *, vmem: bool) -> None:
     _over_tiles(body, [out_ref], [stack_ref], vmem=vmem)
 
 
+def stack_bytes(x: jax.Array | jax.ShapeDtypeStruct, layers: int) -> int:
+    """Bytes of VMEM in which `combine_stack` adds so many layers like x from HBM."""
+    tile = tile_shape(x.shape, x.dtype, TILE_BYTES // layers)
+    return 2 * (layers + 1) * math.prod(tile) * x.dtype.itemsize
+
+
 def combined(op: str, stack: Ref, shape: tuple[int, ...]) -> jax.Array:
     """The layers of a shape that a stack in VMEM has, one after the other, in `wide` numbers."""
     sizes = stack.shape[: -len(shape)]
