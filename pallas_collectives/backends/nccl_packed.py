@@ -13,8 +13,6 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
@@ -126,7 +124,7 @@ def _by_nccl(
         return _by_nccl(sums[None], work=whole, moves=moves[1:], wire=wire)
     (move,) = moves
     format = gpu_codec.Format(wire, work.numbers, simulation.platform() == "cpu")
-    me, nobody = _rank(move), jnp.full(1, -1, jnp.int32)
+    me, nobody = move.group.position[None], jnp.full(1, -1, jnp.int32)
     left_out = me if work.op == EXCHANGE else nobody
     own = nobody if work.op == PERMUTE else me
     bring = move.at_once
@@ -140,10 +138,3 @@ def _by_nccl(
     read = functools.partial(make, format, jnp.dtype(work.result))
     result = launch.unchecked(read)(come, blocks, own)
     return result.reshape((-1,) if work.adds else (work.blocks, -1))
-
-
-def _rank(move: Move) -> jax.Array:
-    """This device's place in the group, int32 (1,)."""
-    members = move.group.members()
-    me = lax.axis_index(move.group.axes) if members is None else members[0]
-    return jnp.asarray(me, np.int32).reshape(1)

@@ -344,10 +344,8 @@ def _wide(x: jax.Array, how: How) -> jax.Array:
 
 def _own_block(x: jax.Array, group: Group, axis: int) -> jax.Array:
     """The block of this device, of those that a group cuts x into along `axis`."""
-    members = group.members()
-    me = lax.axis_index(group.axes) if members is None else members[0]
     size = x.shape[axis] // group.size
-    return lax.dynamic_slice_in_dim(x, me * size, size, axis)
+    return lax.dynamic_slice_in_dim(x, group.position * size, size, axis)
 
 
 def _merged(x: jax.Array, axis: int) -> jax.Array:

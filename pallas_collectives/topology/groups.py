@@ -53,26 +53,26 @@ class Group:
             return len(self.index_groups[0])
         return math.prod(self.sizes)
 
-    def members(self) -> jax.Array | None:
-        """What this device's kernel must know of the group; None if arithmetic tells it.
+    @property
+    def position(self) -> jax.Array:
+        """This device's, outside of a kernel."""
+        device = lax.axis_index(self.axes)
+        if self.index_groups is None:
+            return device
+        positions = np.argsort(self.index_groups, axis=None) % self.size
+        return lax.dynamic_index_in_dim(positions.astype(np.int32), device, keepdims=False)
 
-        With index groups: its position, then the device numbers at positions 0, 1, ... With an
-        `order`: its place along the ring, then the positions of the devices at places 0, 1, ...;
-        behind these the same of the second ring, if there is one. Kernels read it from SMEM.
+    def members(self) -> np.ndarray | None:
+        """What a `Ring` must know of the group, the same on every device; None if arithmetic does.
+
+        Where each device of the axes stands in a row of all rings, then that row: the positions of
+        the members of each of `index_groups`, or of the ring of an `order`; behind these the same
+        of the second ring, if there is one. Kernels read it from SMEM.
         """
-        orders = [[order] for order in (self.order, self.second) if order is not None]
-        every = orders if self.index_groups is None else [self.index_groups]
-        if not every:
-            return None
-        table = np.concatenate([self._places(rings) for rings in every], axis=1)
-        return lax.dynamic_index_in_dim(table, lax.axis_index(self.axes), keepdims=False)
-
-    def _places(self, rings: Sequence[Sequence[int]]) -> np.ndarray:
-        table = np.zeros((math.prod(self.sizes), 1 + self.size), np.int32)
-        for ring in rings:
-            for place, device in enumerate(ring):
-                table[device] = (place, *ring)
-        return table
+        orders = [order for order in (self.order, self.second) if order is not None]
+        rows = orders if self.index_groups is None else [np.ravel(self.index_groups)]
+        found = [table for row in rows for table in (np.argsort(row), row)]
+        return np.concatenate(found).astype(np.int32) if found else None
 
 
 class Ring:
@@ -102,9 +102,15 @@ class Ring:
         self._members_ref: Any = members_ref
         if number is None:
             number = 0 if core is None or group.second is None else core
-        self._start = number * (1 + group.size)
-        self.place = lax.axis_index(group.axes) if members_ref is None else members_ref[self._start]
-        self.me = lax.axis_index(group.axes) if group.order is not None else self.place
+        self.me = self.place = lax.axis_index(group.axes)
+        if members_ref is not None:
+            everyone = math.prod(group.sizes)
+            begin = 2 * number * everyone
+            stands = members_ref[begin + self.me]
+            self.place = lax.rem(stands, np.int32(self.size))
+            self._row = begin + everyone + stands - self.place  # where the members are
+        if group.order is None:
+            self.me = self.place
 
     def all_of_core(self) -> list["Ring"]:
         """Every ring that this core goes round."""
@@ -118,7 +124,7 @@ class Ring:
         """The mesh coordinates, over the group's axes, of the device at a position."""
         number: Any = position
         if self._group.index_groups is not None:
-            number = self._members_ref[1 + position]
+            number = self._members_ref[self._row + position]
         coordinates: DeviceId = {}
         for axis, size in zip(reversed(self._group.axes), reversed(self._group.sizes), strict=True):
             coordinates[axis] = number if len(self._group.axes) == 1 else lax.rem(number, size)
@@ -132,7 +138,7 @@ class Ring:
     def block(self, offset: Number) -> Any:
         """The number of the block that belongs to the device `offset` places to the right."""
         place = wrap(self.place + offset, self.size)
-        return place if self._group.order is None else self._members_ref[self._start + 1 + place]
+        return place if self._group.order is None else self._members_ref[self._row + place]
 
 
 def wrap(position: Number, n: int) -> Any:

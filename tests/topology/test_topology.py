@@ -3,11 +3,13 @@
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 import harness
+import pallas_collectives as pc
 from pallas_collectives.topology import groups as topology
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group
 
@@ -43,6 +45,11 @@ def test_wrap_is_modulo(n: int, data: st.DataObject) -> None:
     assert int(topology.wrap(np.int32(position), n)) == position % n
 
 
+def table(group: Group) -> jax.Array | None:
+    members = group.members()
+    return None if members is None else jnp.asarray(members)
+
+
 @pytest.mark.parametrize(
     "axes, groups",
     [
@@ -61,8 +68,7 @@ def test_ring_positions_and_device_ids_name_the_devices_lax_means(
     group = Group(axes, tuple(on.shape[a] for a in axes), groups)
 
     def names(_: jax.Array) -> jax.Array:
-        members = group.members()
-        ring = topology.Ring(group, members)
+        ring = topology.Ring(group, table(group))
         flat = []
         for position in range(group.size):
             device = ring.device_id(position)
@@ -70,14 +76,15 @@ def test_ring_positions_and_device_ids_name_the_devices_lax_means(
             for axis in axes:
                 value = value * on.shape[axis] + device[axis]
             flat.append(value)
-        own = ring.me
-        return jax.numpy.stack([jax.numpy.asarray(v, "int32") for v in (own, *flat)])[None]
+        own, outside = ring.me, group.position
+        numbers = (own, outside, *flat)
+        return jax.numpy.stack([jax.numpy.asarray(v, "int32") for v in numbers])[None]
 
     spec = PartitionSpec(("x", "y"))
     rows = jax.jit(jax.shard_map(names, mesh=on, in_specs=spec, out_specs=spec, check_vma=False))(
         np.zeros(6, np.float32)
     )
-    for device, (own, *numbers) in enumerate(np.asarray(rows)):
+    for device, (own, outside, *numbers) in enumerate(np.asarray(rows)):
         coordinates = dict(zip(("x", "y"), divmod(device, 3), strict=True))
         mine = 0
         for axis in axes:
@@ -85,6 +92,7 @@ def test_ring_positions_and_device_ids_name_the_devices_lax_means(
         expected = next(g for g in groups if mine in g) if groups else tuple(range(group.size))
         assert tuple(numbers) == expected
         assert numbers[own] == mine
+        assert outside == own
 
 
 @pytest.mark.parametrize("axes", [("x",), ("y", "x")])
@@ -95,7 +103,7 @@ def test_an_order_moves_neighbours_and_numbers_nothing_anew(axes: tuple[str, ...
     group = Group(axes, tuple(on.shape[a] for a in axes), order=order)
 
     def names(_: jax.Array) -> jax.Array:
-        ring = topology.Ring(group, group.members())
+        ring = topology.Ring(group, table(group))
         flat = [ring.me, ring.place]
         for offset in range(-n + 1, n):
             right = ring.peer(offset)
@@ -118,6 +126,26 @@ def test_an_order_moves_neighbours_and_numbers_nothing_anew(axes: tuple[str, ...
         assert order[place] == mine
         neighbours = [order[(place + offset) % n] for offset in range(-n + 1, n)]
         assert found == [value for number in neighbours for value in (number, number)]
+
+
+@pytest.mark.parametrize("groups", [None, [[*range(k, 2048, 4)] for k in range(4)]])
+@pytest.mark.parametrize("algorithm", ["direct", "bidirectional"])
+def test_a_program_for_thousands_of_devices_is_no_larger_than_their_number(
+    algorithm: str, groups: list[list[int]] | None
+) -> None:
+    """A row for each device would be 32 MiB of text, a row for each group's 8."""
+    on = harness.tpu_mesh("v5p:8x16x16", {"x": 2048})
+    spec = PartitionSpec("x")
+    gather = jax.shard_map(
+        lambda x: pc.all_gather(x, "x", axis_index_groups=groups, algorithm=algorithm)[0],
+        mesh=on,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    where = jax.sharding.NamedSharding(on, spec)
+    x = jax.ShapeDtypeStruct((8 * 2048, 128), "float32", sharding=where)
+    assert len(jax.jit(gather).lower(x).as_text()) < 100 << 10
 
 
 @hypothesis.given(RINGS)

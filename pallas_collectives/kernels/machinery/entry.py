@@ -61,6 +61,7 @@ These take part by `WIDE`: a barrier among all of S, whatever devices exchange d
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -75,7 +76,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import Interpret, Ref
 from pallas_collectives.kernels.machinery import sync
-from pallas_collectives.topology import chips, placement, reach
+from pallas_collectives.topology import chips, placement, reach, ring_orders
 from pallas_collectives.topology.groups import Group, Ring
 
 # A barrier among all devices that a group's axes join, before the kernel; its own is left out.
@@ -144,27 +145,42 @@ class Entry:
     Attributes:
       barrier: the call's own, for `sync.enter`.
       group: its devices.
-      wide: whether all devices of the axes take part, whatever the call's own barrier is.
-      peers: where `wide`, and not all devices can signal all others: for each those that it can,
-        as `_reached` has them; else None.
+      among: with `entry.WIDE`, or for index groups, the devices that take part whatever the call's
+        own barrier is: all that the axes join, or all of each slice; else None.
+      peers: where not all of `among` can signal one another: for each device those that it can, as
+        `_reached` has them; else None.
     """
 
     barrier: str
     group: Group
-    wide: bool
+    among: Group | None
     peers: np.ndarray | None
 
     @classmethod
     def of(cls, barrier: str, group: Group) -> "Entry":
         """That of a call which names a barrier."""
-        wide = barrier == WIDE or group.index_groups is not None
-        return cls(barrier, group, wide, _reached(_whole(group)) if wide else None)
+        if barrier != WIDE and group.index_groups is None:
+            return cls(barrier, group, None, None)
+        chip, slices, everyone = chips.current(), _slices(group), Group(group.axes, group.sizes)
+        if reach.everywhere(chip) and len(slices) == 1:
+            return cls(barrier, group, everyone, None)
+        if reach.everywhere(chip) and len(set(map(len, slices))) == 1:
+            among = dataclasses.replace(everyone, index_groups=slices)
+            return cls(barrier, group, among, None)
+        torus, rows = placement.lying(everyone, chip)
+        peers = _reached(chip, torus, tuple(map(tuple, rows)), slices)
+        return cls(barrier, group, everyone, peers)
 
     @property
-    def table(self) -> list[jax.Array]:
-        """What goes to scalar memory: the own row of `peers`, if there are any."""
-        if self.peers is None:
+    def table(self) -> list[jax.Array | np.ndarray]:
+        """What goes to scalar memory: the own row of `peers`, or of slices; nothing if there are
+        none.
+        """
+        if self.among is None:
             return []
+        if self.peers is None:
+            members = self.among.members()
+            return [] if members is None else [members]
         me = lax.axis_index(self.group.axes)
         return [lax.dynamic_index_in_dim(jnp.asarray(self.peers), me, keepdims=False)]
 
@@ -182,12 +198,13 @@ class Entry:
         meanwhile: sync.Meanwhile = sync.nothing,
     ) -> None:
         """Returns when all devices that matter have entered the kernel; `meanwhile` as in sync."""
-        if not self.wide:
+        if self.among is None:
             sync.enter(self.barrier, rings, scalar_refs, meanwhile)
         elif self.peers is None:
-            sync.barrier_with_everyone(Ring(_whole(self.group)), meanwhile=meanwhile)
+            table_ref = table_refs[0] if self.among.index_groups else None
+            sync.barrier_with_everyone(Ring(self.among, table_ref), meanwhile=meanwhile)
         else:
-            among, semaphore = Ring(_whole(self.group)), pltpu.get_barrier_semaphore()
+            among, semaphore = Ring(self.among), pltpu.get_barrier_semaphore()
             sync.barrier_with(among, table_refs[0], semaphore, meanwhile=meanwhile)
             sync.signal_all(among, table_refs[0], semaphore_refs[0])
 
@@ -195,11 +212,6 @@ class Entry:
         """Returns when the kernel may end: all within reach have passed its barrier."""
         if self.peers is not None:
             pl.semaphore_wait(semaphore_refs[0], table_refs[0][0])
-
-
-def _whole(group: Group) -> Group:
-    """All devices that a group's axes join, as one."""
-    return Group(group.axes, group.sizes)
 
 
 # The slice of each device of a group, as numbers over its axes; see `in_slices`.
@@ -219,23 +231,34 @@ def in_slices(slice_of: SliceOf) -> Iterator[None]:
         _slice_of.reset(token)
 
 
-def _reached(group: Group) -> np.ndarray | None:
-    """For each device the number of those that it can signal, then theirs; None where that is all.
+def _slices(group: Group) -> tuple[tuple[int, ...], ...]:
+    """The numbers, over a group's axes, of the devices that each slice has."""
+    slice_of = _slice_of.get()
+    everyone = Group(group.axes, group.sizes)
+    numbers = np.zeros(group.sizes, int) if slice_of is None else slice_of(everyone)
+    members: dict[int, list[int]] = {}
+    for device, number in enumerate(numbers.reshape(-1).tolist()):
+        members.setdefault(number, []).append(device)
+    return tuple(map(tuple, members.values()))
+
+
+@functools.lru_cache(maxsize=64)
+def _reached(
+    chip: chips.Chip,
+    torus: ring_orders.Torus,
+    rows: tuple[tuple[ring_orders.Place, ...], ...],
+    slices: tuple[tuple[int, ...], ...],
+) -> np.ndarray:
+    """For each device the number of those that it can signal, then theirs.
 
     Those of its slice within its reach; of groups side by side, those that are so in all.
     """
-    chip, slice_of = chips.current(), _slice_of.get()
-    slices = np.zeros(group.size, int) if slice_of is None else slice_of(group).reshape(-1)
-    if reach.everywhere(chip) and len(set(slices.tolist())) == 1:
-        return None
-    torus, rows = placement.lying(group, chip)
-
-    def reaches(a: int, b: int) -> bool:
-        return slices[a] == slices[b] and reach.all_reach(chip, torus, rows, [(a, b)])
-
-    everyone = range(group.size)
-    found = [[b for b in everyone if b != a and reaches(a, b)] for a in everyone]
-    table = np.zeros((group.size, 1 + max(map(len, found))), np.int32)
-    for device, peers in enumerate(found):
+    found = {
+        a: [b for b in members if b != a and reach.all_reach(chip, torus, rows, [(a, b)])]
+        for members in slices
+        for a in members
+    }
+    table = np.zeros((len(found), 1 + max(map(len, found.values()))), np.int32)
+    for device, peers in found.items():
         table[device, : 1 + len(peers)] = (len(peers), *peers)
     return table

@@ -230,7 +230,7 @@ def _tables(
     room: int,
 ) -> Tables:
     """This device's tables, by everyone's sizes[sender, receiver, slice], places and cuts."""
-    n, me, slices = group.size, _position(group), sizes.shape[2]
+    n, me, slices = group.size, group.position, sizes.shape[2]
     places = jnp.clip(all_places.reshape(sizes.shape), 0, len(output) - sizes)
     starts = jnp.clip(input_offsets.reshape(n, -1), 0, len(operand) - sizes[me])
     until = sizes // WHOLE * cuts[..., None] + sizes % WHOLE * cuts[..., None] // WHOLE
@@ -275,17 +275,6 @@ def _tables(
         come=sizes[:, me],
         chunks=jnp.where(jnp.any(straight != sizes), CHUNKS, 1).astype(jnp.int32),
     )
-
-
-def _position(group: Group) -> Number:
-    """This device's, in its group."""
-    number = lax.axis_index(group.axes)
-    if group.index_groups is None:
-        return number
-    position = np.zeros(group.size * len(group.index_groups), np.int32)
-    for members in group.index_groups:
-        position[list(members)] = np.arange(len(members))
-    return jnp.asarray(position)[number]
 
 
 def _kernel(ring: Ring, *refs: Any, ways: int) -> None:
