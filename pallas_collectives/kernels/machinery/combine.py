@@ -3,7 +3,7 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -155,20 +155,51 @@ def _over_tiles(
     """body(*input tiles, *output tiles) for each; stacked inputs come with all their layers."""
     shape, dtype = out_refs[0].shape, out_refs[0].dtype
     layers = math.prod(size for ref in in_refs for size in ref.shape[: -len(shape)])
-    tile = tile_shape(shape, dtype, TILE_BYTES // (layers * len(out_refs)))
-    grid = tuple(size // t for size, t in zip(shape, tile, strict=True))
+    limit = TILE_BYTES // (layers * len(out_refs))
     if vmem:
-        _for_each_tile(grid, tile, body, *in_refs, *out_refs)
+        tile = tile_shape(shape, dtype, limit)
+        _for_each_tile(_grid(shape, tile), tile, body, *in_refs, *out_refs)
         return
+    for span in even_spans(shape, dtype, limit):
+        cut = [ref.at[(*map(_all, ref.shape[:-2]), *span)] for ref in (*in_refs, *out_refs)]
+        ins, outs = cut[: len(in_refs)], cut[len(in_refs) :]
+        tile = tile_shape(outs[0].shape, dtype, limit)
+        in_specs, out_specs = ([_spec(ref, tile) for ref in refs] for refs in (ins, outs))
+        grid = _grid(outs[0].shape, tile)
+        pltpu.emit_pipeline(body, grid=grid, in_specs=in_specs, out_specs=out_specs)(*cut)
 
-    def spec(ref: Ref) -> pl.BlockSpec:
-        stacked = ref.shape[: -len(shape)]
-        return pl.BlockSpec((*stacked, *tile), lambda *index: (*(0 for _ in stacked), *index))
 
-    in_specs, out_specs = [spec(ref) for ref in in_refs], [spec(ref) for ref in out_refs]
-    pltpu.emit_pipeline(body, grid=grid, in_specs=in_specs, out_specs=out_specs)(
-        *in_refs, *out_refs
-    )
+def _spec(ref: Ref, tile: tuple[int, ...]) -> pl.BlockSpec:
+    stacked = ref.shape[: -len(tile)]
+    return pl.BlockSpec((*stacked, *tile), lambda *index: (*(0 for _ in stacked), *index))
+
+
+def _grid(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(size // t for size, t in zip(shape, tile, strict=True))
+
+
+def even_spans(
+    shape: tuple[int, ...], dtype: DType, limit: int, start: tuple[int, int] = (0, 0)
+) -> Iterator[tuple[pl.Slice, pl.Slice]]:
+    """The rows and columns of parts of a shape, none of which is cut into small tiles.
+
+    That is all of it, unless `tile_shape` finds less than an eighth of `limit`, as of 251 hardware
+    tiles, which nothing divides: then it is what a power of two divides, and the rest. A tile of 4
+    KiB takes as long as one of 30.
+    """
+    tile, sizes = tile_shape(shape, dtype, limit), shape[-2:]
+    most = limit // jnp.dtype(dtype).itemsize
+    if 8 * math.prod(tile[-2:]) >= min(most, math.prod(sizes)):
+        yield pl.ds(start[0], sizes[0]), pl.ds(start[1], sizes[1])
+        return
+    whole = min(sizes[0], sublanes(dtype)), LANES
+    axis = int(sizes[1] // whole[1] > sizes[0] // whole[0])
+    step = pl.next_power_of_2(most // math.prod(whole) + 1) // 2 * whole[axis]
+    first = sizes[axis] // step * step
+    for begin, size in ((0, first), (first, sizes[axis] - first)):
+        part, at = [*shape], [*start]
+        part[axis - 2], at[axis] = size, start[axis] + begin
+        yield from even_spans((*part,), dtype, limit, (at[0], at[1]))
 
 
 def wide(dtype: DType) -> DType:

@@ -6,8 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
 
 import harness
+import pallas_collectives as pc
+from pallas_collectives import replay
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.kernels.machinery import combine
 from pallas_collectives.kernels.machinery.blocks import Blocks, sliceable, sublanes
@@ -83,3 +87,56 @@ def test_tiles_cut_a_shape_evenly_into_whole_tiles(size: tuple[int, int, int], d
     assert all(extent % t == 0 for extent, t in zip(shape, tile, strict=True))
     assert tile[-2] % rows == 0 and tile[-1] % 128 == 0
     assert np.prod(tile) * jnp.dtype(dtype).itemsize <= combine.TILE_BYTES
+
+
+@hypothesis.given(
+    st.tuples(st.integers(1, 3), st.integers(1, 3000), st.integers(1, 300)),
+    st.sampled_from(["float32", "bfloat16", "int8"]),
+    st.sampled_from([combine.TILE_BYTES, combine.TILE_BYTES // 6]),
+)
+@hypothesis.example((1, 251, 1), "float32", combine.TILE_BYTES)
+@hypothesis.example((1, 251, 257), "float32", combine.TILE_BYTES)
+def test_what_nothing_divides_is_added_in_tiles_that_are_not_small(
+    size: tuple[int, int, int], dtype: str, limit: int
+) -> None:
+    layers, tall, wide = size
+    shape = (layers, tall * sublanes(dtype), wide * 128)
+    seen, itemsize = np.zeros((tall, wide), int), jnp.dtype(dtype).itemsize
+    for rows, columns in combine.even_spans(shape, dtype, limit):
+        assert rows.start % sublanes(dtype) == columns.start % 128 == 0
+        part = (layers, rows.size, columns.size)
+        tile = combine.tile_shape(part, dtype, limit)
+        small = np.prod(tile) * itemsize < min(limit, rows.size * columns.size * itemsize) / 8
+        assert not small, (part, tile)
+        at = [
+            slice(span.start // unit, (span.start + span.size) // unit)
+            for span, unit in zip((rows, columns), (sublanes(dtype), 128), strict=True)
+        ]
+        seen[tuple(at)] += 1
+    np.testing.assert_array_equal(seen, 1)
+
+
+def test_a_prime_number_of_tiles_takes_no_longer_to_add() -> None:
+    machine = replay.Machine.named("v5p:4x1x1")
+    run = jax.shard_map(
+        lambda x: pc.psum(x, "x", backend="pallas", algorithm="ring"),
+        mesh=machine.mesh({"x": 4}),
+        in_specs=PartitionSpec(),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
+    even, prime = (
+        replay.replay(run, jax.ShapeDtypeStruct((4 * tiles * 8, 128), "float32"), machine=machine)
+        for tiles in (256, 251)
+    )
+    assert prime.time < 1.1 * even.time  # 2.6 times in tiles of one
+
+
+def test_a_prime_number_of_tiles_is_added_right() -> None:
+    x = harness.random((2, 2 * 67 * 8, 128), "float32")
+    run = harness.per_device(
+        lambda x: pc.psum(x, "x", algorithm="ring"), harness.mesh(2), check_vma=False
+    )
+    with pltpu.force_tpu_interpret_mode(harness.ADVERSARIES["on_wait"]):
+        got = np.asarray(run(x))
+    np.testing.assert_array_equal(got, np.broadcast_to(x[0] + x[1], x.shape))
