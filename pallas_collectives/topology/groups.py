@@ -125,11 +125,7 @@ class Ring:
         number: Any = position
         if self._group.index_groups is not None:
             number = self._members_ref[self._row + position]
-        coordinates: DeviceId = {}
-        for axis, size in zip(reversed(self._group.axes), reversed(self._group.sizes), strict=True):
-            coordinates[axis] = number if len(self._group.axes) == 1 else lax.rem(number, size)
-            number = lax.div(number, size) if len(self._group.axes) > 1 else number
-        return coordinates
+        return dict(zip(self._group.axes, unraveled(number, self._group.sizes), strict=True))
 
     def peer(self, offset: Number) -> DeviceId:
         """The device `offset` places to the right (negative: to the left), around the ring."""
@@ -146,6 +142,15 @@ def wrap(position: Number, n: int) -> Any:
     if isinstance(position, int):
         return position % n
     return lax.rem(position + n, np.int32(n))
+
+
+def unraveled(number: Number, sizes: Sequence[int]) -> list[Any]:
+    """Where a number is in an array of these sizes, row-major."""
+    index: list[Any] = []
+    for size in reversed(sizes[1:]):
+        index.insert(0, lax.rem(number, np.int32(size)) if size > 1 else 0)
+        number = lax.div(number, np.int32(size)) if size > 1 else number
+    return [number, *index] if sizes else []
 
 
 def wrap_step(step: Step, slots: int) -> Any:

@@ -18,6 +18,8 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
 # The chip's coordinates, then the device's number on the chip.
 Place = tuple[int, ...]
 
@@ -44,11 +46,7 @@ class Torus:
 
     def place(self, number: int, devices: int = 1) -> Place:
         """The place of a device by its number, row-major over chips of so many devices."""
-        found = []
-        for size in (devices, *reversed(self.shape)):
-            number, coordinate = divmod(number, size)
-            found.append(coordinate)
-        return tuple(reversed(found))
+        return tuple(map(int, np.unravel_index(number, (*self.shape, devices))))
 
 
 @dataclasses.dataclass(frozen=True, order=True)

@@ -45,6 +45,14 @@ def test_wrap_is_modulo(n: int, data: st.DataObject) -> None:
     assert int(topology.wrap(np.int32(position), n)) == position % n
 
 
+@hypothesis.given(st.lists(st.integers(1, 5), max_size=4), st.data())
+@hypothesis.settings(deadline=None)
+def test_a_number_is_where_it_is_row_major(sizes: list[int], data: st.DataObject) -> None:
+    number = data.draw(st.integers(0, int(np.prod(sizes, dtype=int)) - 1))
+    found = topology.unraveled(np.int32(number), sizes)
+    assert tuple(map(int, found)) == np.unravel_index(number, sizes)
+
+
 def table(group: Group) -> jax.Array | None:
     members = group.members()
     return None if members is None else jnp.asarray(members)

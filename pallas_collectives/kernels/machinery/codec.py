@@ -38,6 +38,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives.annotations import Index, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES
+from pallas_collectives.topology.groups import unraveled
 from pallas_collectives.wires import LEAST_SCALE, TO_INTEGER, Wire
 
 ROWS = 128  # of a tile: as many groups as a row of lanes holds scales
@@ -245,15 +246,13 @@ class Chunks:
 
     def spans(self, number: Number, block: Number = 0, axis: int = 0) -> tuple[Any, ...]:
         """Its index in that array; chunks of a block are numbered row-major."""
-        spans: list[Any] = []
-        for dimension in reversed(range(len(self.block))):
-            size, each = self.block[dimension], self.shape[dimension]
-            place = lax.rem(number, np.int32(size // each))
-            if dimension == axis:
-                place = place + block * (size // each)
-            spans.insert(0, pl.ds(pl.multiple_of(place * each, each), each))
-            number = lax.div(number, np.int32(size // each))
-        return tuple(spans)
+        counts = [size // each for size, each in zip(self.block, self.shape, strict=True)]
+        places = unraveled(number, counts)
+        places[axis] += block * counts[axis]
+        return tuple(
+            pl.ds(pl.multiple_of(place * each, each), each)
+            for place, each in zip(places, self.shape, strict=True)
+        )
 
 
 def _largest(total: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """Elementwise reduction of arrays of any size, tile by tile through VMEM."""
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives.annotations import DType, Index, Number, Ref
 from pallas_collectives.kernels.machinery import sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.topology.groups import unraveled
 
 TILE_BYTES = 256 << 10  # of each operand; the pipeline holds two tiles of each and of the result
 
@@ -95,7 +95,7 @@ def _on_a_subcore(op: str, out: Ref, terms: Sequence[Ref]) -> None:
             pltpu.sync_copy(slots[0].at[slot], out.at[at_tile(number)])
 
         def add(slot: Number, number: Number) -> None:
-            *leading, row, column = _index(number, steps)
+            *leading, row, column = unraveled(number, steps)
             starts = (row, high), (column, SUBCORE_COLUMNS)
             cut = (pl.ds(pl.multiple_of(i * size, size), size) for i, size in starts)
             at = (slot, *leading, *cut)
@@ -133,20 +133,11 @@ def combined(op: str, stack: Ref, shape: tuple[int, ...]) -> jax.Array:
     sizes = stack.shape[: -len(shape)]
 
     def layer(number: Number) -> jax.Array:
-        return stack[tuple(_index(number, sizes))].astype(wide(stack.dtype))
+        return stack[tuple(unraveled(number, sizes))].astype(wide(stack.dtype))
 
     return lax.fori_loop(
         1, math.prod(sizes), lambda i, so_far: OPS[op](so_far, layer(i)), layer(np.int32(0))
     )
-
-
-def _index(number: Number, sizes: Sequence[int]) -> list[Any]:
-    """Where number `number` is in an array of these sizes, row-major."""
-    index: list[Any] = []
-    for size in reversed(sizes):
-        index.insert(0, lax.rem(number, np.int32(size)))
-        number = lax.div(number, np.int32(size))
-    return index
 
 
 def _over_tiles(
@@ -255,10 +246,9 @@ def _for_each_tile(
 
 def _places(grid: tuple[int, ...], tile: tuple[int, ...]) -> Callable[[Number], tuple[Any, ...]]:
     """Where the tile of a number is, row-major."""
-    strides = tuple(itertools.accumulate(reversed(grid[1:]), int.__mul__, initial=1))[::-1]
 
     def at(number: Number) -> tuple[Any, ...]:
-        index = [lax.rem(lax.div(number, s), g) for s, g in zip(strides, grid, strict=True)]
+        index = unraveled(number, grid)
         return tuple(pl.ds(pl.multiple_of(i * t, t), t) for i, t in zip(index, tile, strict=True))
 
     return at

@@ -383,11 +383,7 @@ class Products:
 
     def _indices(self, step: Number) -> list[Any]:
         """A step's tile of columns, number of A, tile of rows and tile of K."""
-        found: list[Any] = []
-        for size in self._grid[:0:-1]:
-            found.append(lax.rem(step, np.int32(size)) if size > 1 else 0)
-            step = lax.div(step, np.int32(size)) if size > 1 else step
-        return [step, *found[::-1]]
+        return groups.unraveled(step, self._grid)
 
     def _x_tile(self, step: Number) -> tuple[Any, Any]:
         _, a, i, k = self._indices(step)

@@ -25,8 +25,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_collectives.annotations import DType, Interpret, Number, Ref, Semaphore, span
@@ -35,7 +33,7 @@ from pallas_collectives.kernels.machinery.blocks import LANES, Blocks
 from pallas_collectives.kernels.torus import devices
 from pallas_collectives.kernels.torus.course import SCRATCH_BYTES, Course, Semaphores
 from pallas_collectives.kernels.torus.exchange import Exchange, Move
-from pallas_collectives.topology.groups import Group, Ring
+from pallas_collectives.topology.groups import Group, Ring, unraveled
 
 # Chunks, where scratch allows for fewer: enough for their steps to overlap, in parcels that links
 # take longer for than for the way. By the replay of v5e.
@@ -232,9 +230,9 @@ class Parcels:
 
         def one(j: Number) -> None:
             place: list[Any] = [0] * len(sizes)
-            for axis in reversed(others):
-                place[axis] = lax.rem(j, np.int32(sizes[axis]))
-                j = lax.div(j, np.int32(sizes[axis]))
+            at = unraveled(j, [sizes[axis] for axis in others])
+            for axis, number in zip(others, at, strict=True):
+                place[axis] = number
             body(self._block(source, move.axis, place), self._block(target, move.axis, place))
 
         sync.for_each(0, math.prod(sizes[axis] for axis in others), one)

@@ -12,7 +12,7 @@ from jax import lax
 
 from pallas_collectives.annotations import Number, Ref
 from pallas_collectives.kernels.torus.shares import Bundle, Shares
-from pallas_collectives.topology.groups import Group
+from pallas_collectives.topology.groups import Group, unraveled
 
 
 def axes_of(group: Group) -> tuple[Group, ...]:
@@ -85,9 +85,8 @@ class Field:
 
         def one(j: Number, _: None) -> None:
             inside: list[Any] = [0] * len(place)
-            for axis in reversed(free):
-                inside[axis] = lax.rem(j, np.int32(spans[axis].size))
-                j = lax.div(j, np.int32(spans[axis].size))
+            for axis, number in zip(free, unraveled(j, [spans[k].size for k in free]), strict=True):
+                inside[axis] = number
             flat: Number = 0
             for size, span, number in zip(self.plan.sizes, spans, inside, strict=True):
                 flat = flat * size + span.start + number

@@ -29,7 +29,7 @@ from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import shares, timetable, windows
 from pallas_collectives.kernels.torus.devices import Field
 from pallas_collectives.kernels.torus.shares import Bundle, Shares
-from pallas_collectives.topology.groups import Ring, only_if, wrap_step
+from pallas_collectives.topology.groups import Ring, only_if, unraveled, wrap_step
 
 # Places of unpacked blocks for each way of a stream: while what is in one is copied to the result,
 # the other is unpacked to. By the replay of v5p 4 x 4 x 4 256 MiB take 10% less time than with one;
@@ -305,14 +305,13 @@ class PackedGather(timetable.Stage):
         bundle, rings, count = self._plan.bundles[leg.b], self._rings, leg.unpacked(hop)
         (plain, semaphore), places = self._plain(leg, count), _places(self._plan)
         only_if(count >= places, functools.partial(self._end_copy, leg, count - places))
-        *inner, axis = bundle.order
+        axis, *inner = reversed(bundle.order)
+        sizes = [self._plan.sizes[other] for other in inner]
 
         def one(block: Number, _: None) -> None:
             here: list[Any] = [0] * len(rings)
-            rest = block
-            for other in inner:
-                here[other] = lax.rem(rest, np.int32(self._plan.sizes[other]))
-                rest = lax.div(rest, np.int32(self._plan.sizes[other]))
+            for other, number in zip(inner, unraveled(block, sizes), strict=True):
+                here[other] = number
             self._codec.unpack(self._plan.blocks(plain, here), packed.at[block])
 
         lax.fori_loop(0, _sent(self._plan, bundle, leg.phase), one, None)

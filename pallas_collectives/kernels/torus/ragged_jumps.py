@@ -186,10 +186,9 @@ class Rows:
 
         def one(j: Number) -> None:
             held: list[Any] = list(self.me)
-            left: Number = j
-            for axis in reversed(others):
-                held[axis] = lax.rem(left, np.int32(sizes[axis]))
-                left = lax.div(left, np.int32(sizes[axis]))
+            place = groups.unraveled(j, [sizes[axis] for axis in others])
+            for axis, number in zip(others, place, strict=True):
+                held[axis] = number
             # Along axes that are behind, what is held lies by senders; along others by receivers.
             behind = order[: move.phase]
             sender = [held[k] if k in behind else self.me[k] for k in range(len(sizes))]
