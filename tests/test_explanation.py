@@ -18,10 +18,9 @@ import harness
 import pallas_collectives as pc
 from benchmarks import replay_rows
 from benchmarks.cases import CASES
-from pallas_collectives.backends import wire_choice
+from pallas_collectives.backends import serving, wire_choice
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
-from pallas_collectives.lowering import primitives
 from pallas_collectives.tuning import choice
 from tables_of_times import slow_direct, written
 
@@ -161,7 +160,7 @@ def test_explain_says_what_cannot_serve_and_what_was_measured(tmp_path: Path) ->
 
 def test_explain_says_the_same_whatever_was_traced_before() -> None:
     """A ragged exchange gathers its tables by a primitive, which is traced once."""
-    primitives._traced_effects.cache_clear()
+    serving._traced_effects.cache_clear()
     once, again = (pc.explain("ragged_all_to_all", MIB, devices=8, chip="v5e") for _ in range(2))
     assert once.algorithm == "torus" and str(once) == str(again)
 

@@ -119,7 +119,7 @@ def work(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> ProductWo
     return min(cut, key=lambda todo: seconds(todo)[0])
 
 
-def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
+def kernel(*operands: jax.Array, op: str, spec: Spec) -> list[jax.Array]:
     """[gathered x, x @ w, ...], or [the scattered sum]; a gathered x that nobody wants is zeros."""
     group = canonical.group_of(spec.axis_name)
     xs, ws = (operands[:1], operands[1:]) if op == GATHER else halves(operands)

@@ -3,13 +3,14 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import core
 
 from pallas_collectives import _compat, catalogue, validation
+from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical, choice, measured, slices, wire_choice
 from pallas_collectives.backends.counters import (
     calling,
@@ -22,7 +23,7 @@ from pallas_collectives.backends.counters import (
 from pallas_collectives.backends.plans import UNSERVABLE, How, Plan, WirePlan
 from pallas_collectives.errors import DtypeError, UnservedError
 from pallas_collectives.kernels.machinery import entry, launch
-from pallas_collectives.topology import chips
+from pallas_collectives.topology import chips, placement
 from pallas_collectives.tuning import overlaps
 
 # Under `check_vma=True` an array may be typed as a term of a sum over devices ("unreduced"). JAX
@@ -199,3 +200,42 @@ def _untyped(x: jax.Array) -> jax.Array:
     """x, typed as neither reduced nor unreduced."""
     kind = _compat.manual_type(x)
     return _untyped_p.bind(x) if kind.reduced or kind.unreduced else x
+
+
+def effects(
+    run: Callable[..., Any],
+    operands: Sequence[Any],
+    *,
+    otherwise: Callable[..., Any] | None = None,
+    **params: Any,
+) -> frozenset[Any]:
+    """The effects of run(*operands, **params): TPU interpret mode's or none. Traced once.
+
+    Args:
+      run: what is lowered. It reads nothing but its arguments, and what is in scope.
+      operands: arrays or their types.
+      otherwise: what is lowered in its place if no kernel serves; None to raise what run raises.
+      params: theirs.
+    """
+    shapes = tuple(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in operands)
+    scope = jax.sharding.get_abstract_mesh(), placement.in_scope()
+    return _traced_effects(run, shapes, tuple(params.items()), otherwise, *scope)
+
+
+@functools.lru_cache(maxsize=4096)
+def _traced_effects(
+    run: Callable[..., Any],
+    shapes: tuple[jax.ShapeDtypeStruct, ...],
+    params: tuple[tuple[str, Any], ...],
+    otherwise: Callable[..., Any] | None,
+    mesh: AnyMesh,
+    places: placement.Places | None,
+) -> frozenset[Any]:
+    del mesh, places  # part of the key: axis sizes, the chip and the order of rings are in scope
+    with uncounted(), recorded(), placement.settled_later():  # by nobody else
+        try:
+            return launch.effects(functools.partial(run, **dict(params)), *shapes)
+        except UNSERVABLE:
+            if otherwise is None:
+                raise
+            return launch.effects(functools.partial(otherwise, **dict(params)), *shapes)

@@ -21,12 +21,10 @@ from jax.interpreters import ad, mlir
 
 from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval, Rule
-from pallas_collectives.annotations import AnyMesh, Dim, Tangent
-from pallas_collectives.backends import choice, counters, nested, serving
-from pallas_collectives.backends.plans import UNSERVABLE, How
-from pallas_collectives.kernels.machinery import launch
+from pallas_collectives.annotations import Dim, Tangent
+from pallas_collectives.backends import choice, nested, serving
+from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import bundles, many_operands, placed, remat
-from pallas_collectives.topology import placement
 from pallas_collectives.validation import AxisName, Groups
 
 # lax's functions as they were on import: `override_lax` may have put ours in their place since.
@@ -156,8 +154,8 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
         return bundles.reduced(lower, args, how, params["axes"]) if many else lower(*args)
 
     def abstract_eval(*avals: Aval, how: How, **params: Any) -> tuple[Aval, frozenset[Any]]:
-        out, effects = lax_p.abstract_eval(*avals, **params)
-        return out, effects | _effects(lax_p.name, how, avals, params)
+        out, of_lax = lax_p.abstract_eval(*avals, **params)
+        return out, of_lax | _effects(lax_p.name, how, avals, params)
 
     each = functools.partial(many_operands.abstract_eval, abstract_eval)
     primitive.def_effectful_abstract_eval(each if many else abstract_eval)
@@ -344,24 +342,13 @@ def _effects(op: str, how: How, avals: Sequence[Aval], params: dict[str, Any]) -
     vmapped = [name for name in names if name not in mesh.axis_names]
     if how.backend == "xla" or vmapped:  # vmap's rule will bind anew, without its axis
         return frozenset()
-    shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
-    return _traced_effects(op, how, shapes, tuple(params.items()), mesh)
+    by_lax = None if how.strict else _by_lax
+    return serving.effects(_by_kernels, avals, otherwise=by_lax, op=op, how=how, **params)
 
 
-@functools.lru_cache(maxsize=4096)
-def _traced_effects(
-    op: str,
-    how: How,
-    shapes: tuple[jax.ShapeDtypeStruct, ...],
-    params: dict[str, Any],
-    mesh: AnyMesh,
-) -> frozenset[Any]:
-    del mesh  # part of the key: axis sizes and chip are in scope, not in params
-    run = functools.partial(serving.run, op, how, **dict(params))
-    with counters.uncounted(), counters.recorded(), placement.settled_later():  # by nobody else
-        try:
-            return launch.effects(run, *shapes)
-        except UNSERVABLE:
-            if how.strict:
-                raise
-            return frozenset()  # lax will serve
+def _by_kernels(*operands: jax.Array, op: str, how: How, **params: Any) -> jax.Array:
+    return serving.run(op, how, *operands, **params)
+
+
+def _by_lax(*_: jax.Array, **__: Any) -> tuple[()]:
+    return ()

@@ -25,12 +25,10 @@ from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, collectives, validation
 from pallas_collectives._compat import Aval
-from pallas_collectives.annotations import AnyMesh, Dim, DType, Tangent
-from pallas_collectives.backends import counters, serving
+from pallas_collectives.annotations import Dim, DType, Tangent
+from pallas_collectives.backends import serving
 from pallas_collectives.backends.plans import How
-from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.lowering import placed, remat
-from pallas_collectives.topology import placement
 from pallas_collectives.validation import AxisName, Groups
 
 
@@ -178,19 +176,6 @@ def devices_of(axis_name: AxisName, axis_index_groups: Groups) -> int:
     return int(lax.axis_size(axis_name)) if groups is None else len(groups[0])
 
 
-@functools.lru_cache(maxsize=1024)
-def effects_of(
-    run: Callable[..., Any],
-    shapes: tuple[jax.ShapeDtypeStruct, ...],
-    params: dict[str, Any],
-    mesh: AnyMesh,
-) -> frozenset[Any]:
-    """The effects of a lowering, TPU interpret mode's or none; raises what the lowering raises."""
-    del mesh  # part of the key: axis sizes and chip are in scope
-    with counters.uncounted(), placement.settled_later():
-        return launch.effects(functools.partial(run, **dict(params)), *shapes)
-
-
 def typed(
     run: Callable[..., Any], rows: int, avals: Sequence[Aval], params: dict[str, Any], how: How
 ) -> tuple[Aval, frozenset[Any]]:
@@ -199,9 +184,7 @@ def typed(
     aval = x.update(shape=(rows, *x.shape[1:]), weak_type=False)
     if how.backend == "xla":
         return aval, frozenset()
-    shapes = tuple(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)
-    mesh = jax.sharding.get_abstract_mesh()
-    return aval, effects_of(run, shapes, tuple(params.items()), mesh)
+    return aval, serving.effects(run, avals, **params)
 
 
 def new_primitive(name: str) -> core.Primitive:

@@ -28,7 +28,7 @@ from jax import lax
 from jax.lax import PrecisionLike
 
 from pallas_collectives.annotations import DTypeLike
-from pallas_collectives.backends import canonical, fastest, nccl_products, slices
+from pallas_collectives.backends import canonical, fastest, nccl_products, serving, slices
 from pallas_collectives.backends.pallas import products
 from pallas_collectives.backends.pallas.products import GATHER, SCATTER, Spec
 from pallas_collectives.backends.plans import (
@@ -94,7 +94,7 @@ def decide(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec) -> Product
     try:
         group = products.on_wires(group)
         plan, block_bytes = products.plan(op, x_shape, xs[0].dtype, ws, spec, group)
-        products.effects(op, spec, operands)
+        serving.effects(products.kernel, operands, op=op, spec=spec)
     except UNSERVABLE as error:
         return refused(op, spec, str(error))
     if spec.wish:
@@ -160,7 +160,7 @@ def as_devices_lie(plan: ProductPlan, spec: Spec) -> ProductPlan:
       AlgorithmError: "fused" was asked for by name, and no kernel serves devices so placed.
     """
     group = canonical.group_of(spec.axis_name)
-    if reason := slices.obstacle(group, spec.how.across):
+    if reason := slices.obstacle(group, spec.how.across) or placement.elsewhere(spec.how.interpret):
         return refused(plan.op, spec, reason)
     try:
         placement.check_ring(plan.op, placement.arranged(group))

@@ -192,7 +192,7 @@ def lowered(
         counters.note(plan)
         return _apart(op, operands, spec, functools.partial(_collective, op, spec))
     with kernels.told() as chunking:
-        results = (nccl_products if on_gpus else pallas_fused).kernel(op, *operands, spec=spec)
+        results = (nccl_products if on_gpus else pallas_fused).kernel(*operands, op=op, spec=spec)
     primitive = _gather_p if op == GATHER else _scatter_p
     types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
     bound: Any = {
@@ -211,13 +211,13 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
     def abstract_eval(
         *avals: Aval, spec: Spec, plan: ProductPlan
     ) -> tuple[list[Aval], frozenset[Any]]:
-        operands = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
         outs = [
             avals[0].update(shape=shape, dtype=jnp.dtype(dtype), weak_type=False)
             for shape, dtype in shapes(*avals, spec=spec)
         ]
-        kernels = plan.backend == "pallas"
-        return outs, pallas_fused.effects(op, spec, operands) if kernels else frozenset()
+        if plan.backend != "pallas":
+            return outs, frozenset()
+        return outs, serving.effects(pallas_fused.kernel, avals, op=op, spec=spec)
 
     primitive.def_effectful_abstract_eval(abstract_eval)
 

@@ -19,7 +19,6 @@ from jax.typing import DTypeLike
 
 from pallas_collectives import _compat, catalogue, collectives, validation
 from pallas_collectives._compat import Aval
-from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import (
     canonical,
     choice,
@@ -28,11 +27,10 @@ from pallas_collectives.backends import (
     serving,
     slices,
 )
-from pallas_collectives.backends.plans import FUSED, UNFUSED, UNSERVABLE, How, ProductPlan
+from pallas_collectives.backends.plans import FUSED, UNFUSED, How, ProductPlan
 from pallas_collectives.collectives import LAX
 from pallas_collectives.errors import AlgorithmError, CollectiveError, DtypeError
 from pallas_collectives.kernels import residual_norm
-from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.lowering import placed, remat
 from pallas_collectives.topology import chips, placement
@@ -229,7 +227,7 @@ def _as_devices_lie(
       AlgorithmError: "fused" was asked for by name, and the devices lie so that it cannot be.
     """
     group, chip = spec.group, chips.current()
-    if reason := slices.obstacle(group, spec.how.across):
+    if reason := slices.obstacle(group, spec.how.across) or placement.elsewhere(spec.how.interpret):
         return _refused(spec, reason)
     group = placement.arranged(group)
     gather = catalogue.COLLECTIVES["all_reduce"].algorithm(_GATHER)
@@ -347,22 +345,10 @@ def _by_lax(
 def _abstract_eval(*avals: Aval, spec: Spec) -> tuple[list[Aval], frozenset[Any]]:
     with choice.meaning_lax():
         outs = jax.make_jaxpr(functools.partial(_by_lax, spec=spec))(*avals).out_avals
-    shapes = tuple(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
-    return outs, _effects(shapes, spec, jax.sharding.get_abstract_mesh())
+    return outs, serving.effects(_kernel, avals, otherwise=_sum, spec=spec)
 
 
-@functools.lru_cache(maxsize=1024)
-def _effects(shapes: tuple[jax.ShapeDtypeStruct, ...], spec: Spec, mesh: AnyMesh) -> frozenset[Any]:
-    """TPU interpret mode's, or none."""
-    del mesh  # part of the key: axis sizes and chip are in scope
-    with counters.uncounted(), placement.settled_later():
-        try:
-            return launch.effects(functools.partial(_kernel, spec=spec), *shapes)
-        except UNSERVABLE:
-            return launch.effects(functools.partial(_sum, spec=spec), shapes[0])
-
-
-def _sum(x: jax.Array, spec: Spec) -> jax.Array:
+def _sum(x: jax.Array, *_: jax.Array, spec: Spec) -> jax.Array:
     """The sum alone, within a lowering."""
 
     def by_lax(x: jax.Array, **params: Any) -> jax.Array:
@@ -383,7 +369,7 @@ def _lowered(
     counters.note(dataclasses.replace(plan, bind=bind, operands=types))
     if plan.algorithm == FUSED:
         return _kernel(x, residual, weight, spec)
-    return list(_apart(x, residual, weight, spec, _sum(x, spec)))
+    return list(_apart(x, residual, weight, spec, _sum(x, spec=spec)))
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, spec: Spec) -> tuple[Any, Any]:

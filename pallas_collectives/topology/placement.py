@@ -15,8 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from pallas_collectives.annotations import AnyMesh
-from pallas_collectives.errors import BackendError, ReachError, UnservedError
+from pallas_collectives.annotations import AnyMesh, Interpret
+from pallas_collectives.errors import BackendError, ReachError
 from pallas_collectives.topology import chips, reach, ring_orders, torus_axes
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.topology.ring_orders import Place, Torus
@@ -82,15 +82,15 @@ def scope(places: Places | None, platforms: Sequence[str] = ()) -> Iterator[None
         _platforms.reset(tokens[1])
 
 
-def check_simulated(what: str) -> None:
-    """Raises UnservedError if a program with a simulated kernel is not lowered for CPUs alone."""
-    platforms = _platforms.get()
-    if {*platforms} - {"cpu"}:
-        raise UnservedError(
-            f"{what} for {', '.join(platforms)}",
-            "kernels for a mesh of CPU devices, or of none, are simulated, which only CPUs can run",
-            "make the mesh of TPUs: `jax.experimental.topologies.get_topology_desc` has them",
-        )
+def elsewhere(interpret: Interpret) -> str:
+    """Why a kernel, if it is simulated, cannot run where a program is lowered for; "" if it can."""
+    others = {*_platforms.get()} - {"cpu"}
+    if not interpret or not others:
+        return ""
+    return (
+        f"it is lowered for {', '.join(sorted(others))}, and kernels for a mesh of CPU devices, or "
+        "of none, are simulated, which only CPUs can run"
+    )
 
 
 _settled_later: contextvars.ContextVar[bool] = contextvars.ContextVar("later", default=False)

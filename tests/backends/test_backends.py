@@ -8,8 +8,11 @@ from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives
+from pallas_collectives.backends import serving
 from pallas_collectives.backends.choice import ENVIRONMENT_VARIABLE
-from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError
+from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError, UnservedError
+from pallas_collectives.topology import placement
+from pallas_collectives.topology.ring_orders import Torus
 
 pytestmark = pytest.mark.usefixtures("fresh_counts")
 
@@ -130,3 +133,31 @@ def test_the_callers_interpret_params_are_honoured() -> None:
 def test_simulating_too_late_or_too_little_is_refused() -> None:
     with pytest.raises(BackendError, match="64 simulated devices: JAX has started with 8"):
         pallas_collectives.simulate(64)
+
+
+def test_effects_are_traced_once_for_each_placement() -> None:
+    traced = []
+
+    def run(x: jax.Array) -> jax.Array:
+        traced.append(placement.in_scope())
+        return x
+
+    x = jax.ShapeDtypeStruct((8, 128), np.float32)
+    line, back = (
+        placement.Places(Torus((2,), (False,)), tuple((k, 0) for k in order))
+        for order in ((0, 1), (1, 0))
+    )
+    for places in (None, line, None, back, line):
+        with placement.scope(places):
+            assert serving.effects(run, [x]) == frozenset()
+    assert traced == [None, line, back]
+
+
+def test_what_no_kernel_serves_has_the_effects_of_what_does() -> None:
+    def run(x: jax.Array) -> jax.Array:
+        raise UnservedError("a kernel", "it cannot", "leave it")
+
+    x = jax.ShapeDtypeStruct((8, 128), np.float32)
+    assert serving.effects(run, [x], otherwise=lambda _: ()) == frozenset()
+    with pytest.raises(UnservedError):
+        serving.effects(run, [x])

@@ -285,5 +285,5 @@ def test_lax_serves_what_is_lowered_for_tpus_with_no_mesh_of_them() -> None:
     (line,) = pc.override_report().left
     assert "get_topology_desc" in line.why
     assert "stablehlo.all_reduce" in there.mlir_module()
-    with pytest.raises(UnservedError, match=r"for tpu: .* simulated"):
+    with pytest.raises(UnservedError, match=r"lowered for tpu, .* simulated"):
         exported(pc.psum, backend="pallas")

@@ -402,3 +402,25 @@ def test_products_in_the_order_of_the_ranks_run_apart_forward_and_backward() -> 
         per_device(
             lambda x, w: pc.matmul_reduce_scatter(x, w, "x", algorithm="fused", **rank), x, w, n=n
         )
+
+
+@pytest.mark.parametrize("name", ["product", "norm"])
+def test_simulated_kernels_are_left_out_of_what_is_lowered_for_tpus(name: str) -> None:
+    calls = {
+        "product": lambda x, w: pc.all_gather_matmul(x, w, "x")[: len(x)],
+        "norm": lambda x, w: pc.psum_residual_rmsnorm(x[:64], x[:64], w[0], "x")[0],
+    }
+    auto = (jax.sharding.AxisType.Auto,)
+    run = jax.shard_map(
+        calls[name],
+        mesh=jax.sharding.AbstractMesh((4,), ("x",), axis_types=auto),
+        in_specs=(jax.sharding.PartitionSpec("x"), jax.sharding.PartitionSpec()),
+        out_specs=jax.sharding.PartitionSpec("x"),
+        check_vma=False,
+    )
+    x, w = (jax.ShapeDtypeStruct((rows, 1024), jnp.float32) for rows in (8192, 1024))
+    traced = jax.jit(run).trace(x, w)
+    for platform, way in (("cpu", "fused"), ("tpu", "unfused")):
+        pc.reset_counts()
+        traced.lower(lowering_platforms=(platform,))
+        assert [ran for _, ran, _ in pc.fusion_counts()] == [way]

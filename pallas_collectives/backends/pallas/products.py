@@ -7,7 +7,6 @@ padded with zeros, in one pass over the operand, and results are cut.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,8 +17,8 @@ from jax import lax
 from jax.lax import PrecisionLike
 
 from pallas_collectives import _compat, validation
-from pallas_collectives.annotations import AnyMesh, DType, DTypeLike, Interpret
-from pallas_collectives.backends import canonical, counters
+from pallas_collectives.annotations import DType, DTypeLike, Interpret
+from pallas_collectives.backends import canonical
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import collective_matmul, matmul_plan
 from pallas_collectives.kernels.machinery import launch
@@ -204,7 +203,7 @@ def on_wires(group: Group) -> Group:
     return two_rings.of(placement.arranged(group))
 
 
-def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
+def kernel(*operands: jax.Array, op: str, spec: Spec) -> list[jax.Array]:
     """The kernel's results."""
     group = on_wires(canonical.group_of(spec.axis_name))
     options: dict[str, Any] = {
@@ -225,20 +224,6 @@ def kernel(op: str, *operands: jax.Array, spec: Spec) -> list[jax.Array]:
 def halves(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
     """The xs and the ws of `matmul_reduce_scatter`'s operands."""
     return list(operands[: len(operands) // 2]), list(operands[len(operands) // 2 :])
-
-
-def effects(op: str, spec: Spec, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> frozenset[Any]:
-    """The effects of a kernel, TPU interpret mode's or none; raises what its tracing raises."""
-    return _traced_effects(op, spec, shapes, jax.sharding.get_abstract_mesh())
-
-
-@functools.lru_cache(maxsize=1024)
-def _traced_effects(
-    op: str, spec: Spec, shapes: tuple[jax.ShapeDtypeStruct, ...], mesh: AnyMesh
-) -> frozenset[Any]:
-    del mesh  # part of the key: axis sizes and chip are in scope
-    with counters.uncounted():
-        return launch.effects(functools.partial(kernel, op, spec=spec), *shapes)
 
 
 def all_gather_matmul(

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Interpret, Ref, Semaphore, dma_semaphores
-from pallas_collectives.errors import VmemError
+from pallas_collectives.errors import UnservedError, VmemError
 from pallas_collectives.kernels.machinery import cores as divided
 from pallas_collectives.kernels.machinery import entry, spaces, sparsecore, sync
 from pallas_collectives.kernels.machinery.blocks import LANES, Chunking, padded_bytes
@@ -206,8 +206,9 @@ def call_many(
     }
     if sparsecore.is_wanted():
         sparsecore.check(name, chips.current(), adds=vmem_bytes > 0)
-    if interpret:
-        placement.check_simulated(name)
+    if why := placement.elsewhere(interpret):
+        remedy = "make the mesh of TPUs: `jax.experimental.topologies.get_topology_desc` has them"
+        raise UnservedError(name, why, remedy)
     if left_out.value:
         return tuple(_stand_in.bind(out_shapes=tuple(out_shapes), interpret=interpret))
     if sparsecore.is_wanted():
