@@ -15,6 +15,7 @@ from jax.extend import core
 from jax.interpreters import ad
 
 from pallas_collectives import _compat
+from pallas_collectives.lowering import remat
 
 _barrier_p = core.Primitive("optimization_barrier")
 _barrier_p.multiple_results = True
@@ -43,22 +44,11 @@ def _transpose(cotangents: Sequence[Any], *_: Any) -> list[Any]:
     return _of_nonzero(cotangents)
 
 
-def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Without the operands whose results nobody reads. JAX 0.12 gives one more argument before."""
-    eqn = rest[-1]
-    if not any(used):
-        return used, None
-    invars, outvars = (
-        [v for v, u in zip(vs, used, strict=True) if u] for vs in (eqn.invars, eqn.outvars)
-    )
-    return used, eqn.replace(invars=invars, outvars=outvars)
-
-
 _compat.register(
     _barrier_p,
     lowering=lambda ctx, *args: _compat.lowering(jax.lax.optimization_barrier_p)(ctx, *args),
     jvp=_jvp,
     transpose=_transpose,
     batch_alone=lambda values, places: (barrier(values), places),
-    dce=_dce,
+    dce=remat.dce_each,
 )

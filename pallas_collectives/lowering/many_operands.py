@@ -29,7 +29,7 @@ def register(
         batch=ours(functools.partial(_batch, _compat.rule(one, "batch")), "batch"),
         partial_eval=functools.partial(_partial_eval, primitive),
         checkpoint=_checkpoint,
-        dce=_dce,
+        dce=remat.dce_each,
     )
     if _compat.has_rule(one, "jvp"):
         _compat.register(
@@ -94,20 +94,8 @@ def _checkpoint(
 ) -> Any:
     """Known operands now, the others later; all of them later, unless the policy saves results."""
     saved = _compat.saved(policy, eqn)
-    now = part(eqn, [not later for later in unknown])
+    now = remat.part(eqn, [not later for later in unknown])
     again = [not saved or later for later in unknown]
-    later = part(eqn, again)
+    later = remat.part(eqn, again)
     kept = remat.residuals(later, list(itertools.compress(at_hand, again))) if later else []
     return now, later, unknown, again, kept
-
-
-def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
-    """Drops operands of results that nobody reads. JAX 0.12 gives one more argument."""
-    return used, part(rest[-1], used)
-
-
-def part(eqn: JaxprEqn, wanted: Sequence[bool]) -> JaxprEqn | None:
-    """The equation of the wanted operands alone; None if no operand is wanted."""
-    invars = list(itertools.compress(eqn.invars, wanted))
-    outvars = list(itertools.compress(eqn.outvars, wanted))
-    return eqn.replace(invars=invars, outvars=outvars) if invars else None

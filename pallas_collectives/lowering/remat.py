@@ -6,6 +6,7 @@ these rules go by the policy and by who reads the results. Programs keep the sam
 simulation, on TPUs and with lax.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,3 +44,15 @@ def _dce(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
     """Drops an equation whose results nobody reads. JAX 0.12 gives one more argument before it."""
     eqn = rest[-1]
     return [any(used)] * len(eqn.invars), eqn if any(used) else None
+
+
+def dce_each(used: list[bool], *rest: Any) -> tuple[list[bool], Any]:
+    """The same where each result needs an operand of its own: drops those that nobody reads."""
+    return used, part(rest[-1], used)
+
+
+def part(eqn: JaxprEqn, wanted: Sequence[bool]) -> JaxprEqn | None:
+    """The equation of the wanted operands alone; None if no operand is wanted."""
+    invars = list(itertools.compress(eqn.invars, wanted))
+    outvars = list(itertools.compress(eqn.outvars, wanted))
+    return eqn.replace(invars=invars, outvars=outvars) if invars else None

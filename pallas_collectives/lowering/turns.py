@@ -14,7 +14,7 @@ from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval
 from pallas_collectives.backends import wire_choice
 from pallas_collectives.backends.plans import MAY_BE_AHEAD, How
-from pallas_collectives.lowering import barrier, many_operands
+from pallas_collectives.lowering import barrier, remat
 from pallas_collectives.topology import chips
 
 # What runs another program in its place, by the parameter that holds it.
@@ -185,7 +185,7 @@ class Step:
 def of_some(step: Step, wanted: Sequence[bool], **wishes: Any) -> Step | None:
     """A psum of the wanted ones of its arrays; fields of its `How` may be others."""
     assert step.eqn is not None
-    part = many_operands.part(step.eqn, wanted)
+    part = remat.part(step.eqn, wanted)
     if part is None:
         return None
     params = {**part.params, "how": dataclasses.replace(part.params["how"], **wishes)}
