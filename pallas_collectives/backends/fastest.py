@@ -78,7 +78,7 @@ def decided(op: str, how: How, nbytes: int, group: Group) -> Decision | None:
     """What serves a call of an operand of so many bytes; None where lax will."""
     block = catalogue.COLLECTIVES[op].block_bytes(nbytes, group.size)
     try:
-        return decide(op, how, block, placement.arranged(group), cuts=nbytes)
+        return decide(op, how, block, placement.arranged(group), _cuts(op, block, group))
     except UNSERVABLE:
         return None
 
@@ -175,10 +175,16 @@ def _fastest(
     return Decision(candidates[0].algorithm, timed[0][0], (*candidates, *others))
 
 
-def predicted(op: str, block_bytes: int, group: Group, cuts: int) -> dict[str, float]:
+def _cuts(op: str, block_bytes: int, group: Group) -> int:
+    """Into how many chunks a block, or a share of a whole sum, can be cut if it is whole tiles."""
+    whole = catalogue.COLLECTIVES[op].sums_everywhere
+    return max(1, (block_bytes // group.size if whole else block_bytes) >> 12)
+
+
+def predicted(op: str, block_bytes: int, group: Group) -> dict[str, float]:
     """Microseconds of the algorithms that can serve a group, of those that have a time."""
     chip = chips.current()
-    names = reachable(op, group, chip, cuts)
+    names = reachable(op, group, chip, _cuts(op, block_bytes, group))
     found = choice.predict(op, block_bytes, group.size, chip, names, torus_of(group, chip))
     return {name: prediction.us for name, prediction in found.items()}
 

@@ -221,8 +221,7 @@ def _in_all(steps: list[float | None], passes_us: float, backend: str) -> float 
 
 
 def _least(op: str, block_bytes: int, group: Group) -> float | None:
-    cuts = max(1, block_bytes >> 12)
-    times = fastest.predicted(op, block_bytes, placement.arranged(group), cuts=cuts)
+    times = fastest.predicted(op, block_bytes, placement.arranged(group))
     return min(times.values(), default=None)
 
 

@@ -247,7 +247,7 @@ def _pays(
 ) -> bool:
     """Whether the gather takes no longer than the quickest sum and the passes that it saves."""
     nbytes = _Tiles.of(x, residual).nbytes(x.dtype)
-    sums = fastest.predicted("all_reduce", nbytes, group, cuts=nbytes // (group.size << 12))
+    sums = fastest.predicted("all_reduce", nbytes, group)
     gathered = [us for name, us in sums.items() if name.partition(":")[0] == _GATHER]
     x_bytes, residual_bytes = (math.prod(a.shape) * a.dtype.itemsize for a in (x, residual))
     passes = seconds_of_passes(x_bytes, residual_bytes, chips.current())
