@@ -108,8 +108,8 @@ def _scattered(loop: Loop) -> Loop:
     steps, results, gathers = [], [*loop.results], dict[int, Step]()
     new = itertools.count(1 + max(n for step in loop.steps for n in step.writes))
     for step in loop.steps:
-        axis = _scatters_along(step) if step.totals and step.sums and loop.stacks(step) else None
-        if axis is None or step.writes[0] not in loop.ys:
+        alone = step.totals and step.sums and loop.stacks(step) and loop.to_ys(step) == [step]
+        if not alone or (axis := _scatters_along(step)) is None:
             steps.append(step)
             continue
         part = next(new)

@@ -175,6 +175,22 @@ def test_sums_that_check_vma_adds(forward: str, hidden: str) -> None:
 
 
 @pytest.mark.usefixtures("hidden")
+def test_a_turn_stacks_its_sum_and_what_it_makes_of_it() -> None:
+    """Such a sum is needed whole in its turn."""
+
+    def turn(x: jax.Array, w: Arrays) -> Any:
+        y = layer(x, w)
+        total = lax.psum(x.T @ y, "x")
+        return y, (total, total.T, total.astype(jnp.bfloat16))
+
+    program = functools.partial(lax.scan, turn)
+    by_lax = run(program)
+    with pc.override_lax():
+        got = run(program)
+    jax.tree.map(np.testing.assert_array_equal, got, by_lax)
+
+
+@pytest.mark.usefixtures("hidden")
 def test_overridden_reaches_them_too() -> None:
     by_lax = run(functools.partial(behind, FORWARD["remat"]))
     pc.reset_counts()
