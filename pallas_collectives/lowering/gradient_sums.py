@@ -172,9 +172,10 @@ def _stacked(flow: Dataflow, results: Set[int], psum: Step, k: int) -> tuple[Ste
             break
         if maker.length > 1:
             place = maker.writes.index(array)
-            total = _of_row(_alone(psum, k))
             _, carried = _compat.scan_parts(maker.eqn.params, len(maker.reads))
-            return (maker, _Row(place, converts, total)) if place >= carried else None
+            if place < carried:
+                return None
+            return maker, _Row(place, converts, _of_row(_alone(psum, k)))
         if maker.eqn.primitive.name != _CONVERT:
             break
         converts.append(maker)

@@ -120,7 +120,21 @@ def also_read(forward: Any, x: jax.Array, weights: Arrays) -> Any:
     return jax.tree.map(lambda a, b: a - jnp.max(jnp.abs(b)), total, own)
 
 
-SUMMED = {f.__name__: f for f in (behind, each, grouped, clipped, doubled, steps, also_read)}
+def accumulated(forward: Any, x: jax.Array, weights: Arrays) -> Any:
+    """Losses and gradients of two batches, added up by a loop."""
+
+    def turn(so_far: Any, x: jax.Array) -> Any:
+        own = jnp.sum(forward(x, weights)), gradient(forward, x, weights)
+        return jax.tree.map(jnp.add, so_far, own), None
+
+    nothing = jnp.zeros(()), jax.tree.map(jnp.zeros_like, weights)
+    loss, total = lax.psum(lax.scan(turn, nothing, jnp.stack([x, x / 2]))[0], "x")
+    return jax.tree.map(lambda g: g / loss, total)
+
+
+SUMMED = {
+    f.__name__: f for f in (behind, each, grouped, clipped, doubled, steps, also_read, accumulated)
+}
 
 
 def run(program: Any, check_vma: bool = False, devices: int = 2) -> Any:
@@ -144,7 +158,7 @@ CASES = [
     *((name, "by_layer") for name in SUMMED if name != "behind"),
 ]
 # The sums of loops that are none of their stacks alone, or of arrays of their own.
-STAY = {"by_layer", "nested", "grouped", "doubled", "also_read"}
+STAY = {"by_layer", "nested", "grouped", "doubled", "also_read", "accumulated"}
 
 
 @pytest.mark.parametrize("summed, forward", CASES)
