@@ -129,10 +129,11 @@ def _decided(step: Step, **wishes: Any) -> fastest.Decision | None:
     assert step.eqn is not None
     params, operand = step.eqn.params, turns.type_of(step.eqn.invars[0])
     op, how = turns.collective_of(step.eqn), dataclasses.replace(params["how"], **wishes)
-    if not wire_choice.gives_way(how):
+    devices = group(step.eqn)
+    if not wire_choice.gives_way(how) or (step.totals and slices.obstacle(devices, how.across)):
         return None
     nbytes = operand.size * wire_choice.moved_dtype(how, operand.dtype).itemsize
-    return fastest.decided(op, how, nbytes, group(step.eqn))
+    return fastest.decided(op, how, nbytes, devices)
 
 
 def group(eqn: JaxprEqn) -> Group:

@@ -295,3 +295,12 @@ def test_sums_stay_behind_where_products_hide_none(topology: str, side: int, row
     assert {(x.op, x.nbytes) for x in (*report.replaced, *report.left)} == {
         ("psum", 2 * 4 * side * side * 2)
     }
+
+
+def test_sums_between_slices_stay_behind() -> None:
+    """They take longer than a ring's, and no SparseCore runs them."""
+    pytest.importorskip("libtpu")
+    with pc.across_slices("x"):
+        lowered(functools.partial(behind, FORWARD["remat"]), "v5p:2x2x1")
+    report = pc.override_report()
+    assert [x.op for x in (*report.replaced, *report.left)] == ["psum"]
