@@ -287,7 +287,14 @@ def test_xla_runs_its_own_sums_beside_products_on_7x() -> None:
     assert min(meanwhile(backward, "all_reduce")) > 200_000
 
 
-@pytest.mark.parametrize("topology, side, rows", [("v5e:2x2", 4096, 16384), ("v6e:2x2", 4096, 64)])
+@pytest.mark.parametrize(
+    "topology, side, rows",
+    [
+        ("v5e:2x2", 4096, 16384),
+        ("v6e:2x2", 4096, 64),
+        ("v5p:2x2x1", 1024, 4096),  # a SparseCore would take half as long again as the core
+    ],
+)
 def test_sums_stay_behind_where_products_hide_none(topology: str, side: int, rows: int) -> None:
     pytest.importorskip("libtpu")
     lowered(functools.partial(behind, FORWARD["remat"]), topology, side, rows)
