@@ -105,19 +105,19 @@ def _answers(x: jax.Array, w: Arrays) -> jax.Array:
     return moe.combine(y, weights, plan, "x").reshape(x.shape)
 
 
-def _weights(parts: int, tensor: int) -> Arrays:
+def _weights(parts: int, tensor: int, width: int = WIDTH, hidden: int = HIDDEN) -> Arrays:
     """A device's part of each layer's weights, in bfloat16, layers stacked."""
     sizes = {
-        "qkv": (WIDTH // parts, 3 * WIDTH // tensor),
-        "project": (WIDTH // tensor // parts, WIDTH),
-        "up": (WIDTH // parts, HIDDEN // tensor),
-        "down": (HIDDEN // tensor // parts, WIDTH),
+        "qkv": (width // parts, 3 * width // tensor),
+        "project": (width // tensor // parts, width),
+        "up": (width // parts, hidden // tensor),
+        "down": (hidden // tensor // parts, width),
     }
     return {k: jax.ShapeDtypeStruct((LAYERS, *s), jnp.bfloat16) for k, s in sizes.items()}
 
 
-def _tokens(parts: int = 1, batch: int = BATCH) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((batch, LENGTH // parts, WIDTH), jnp.bfloat16)
+def _tokens(parts: int = 1, batch: int = BATCH, width: int = WIDTH) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((batch, LENGTH // parts, width), jnp.bfloat16)
 
 
 def stepping(
@@ -209,7 +209,13 @@ def _over_heads(
     return layer, (_weights(1, devices), _tokens(devices)), {"x": devices}
 
 
-def fsdp_tensor(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> Program:
+def fsdp_tensor(
+    devices: int,
+    form: Form,
+    wrap: Wrap = lambda layer: layer,
+    width: int = WIDTH,
+    hidden: int = HIDDEN,
+) -> Program:
     """Both: weights gathered over "data", tokens over "model", of 4 devices."""
     if devices % 4:
         rule = f"it takes a multiple of 4 devices, and there are {devices}"
@@ -221,7 +227,7 @@ def fsdp_tensor(devices: int, form: Form, wrap: Wrap = lambda layer: layer) -> P
         into=lambda x, w: gathered(x) @ whole(w),
         out_of=lambda x, w: scattered(x @ whole(w)),
     )
-    args = _weights(parts, 4), _tokens(4)
+    args = _weights(parts, 4, width, hidden), _tokens(4, width=width)
     return Program(stepping(form, wrap(layer)), args, {"data": parts, "model": 4})
 
 

@@ -284,6 +284,8 @@ class Rewritten:
         if step in self.lax_keeps:
             return {"ahead": "", "backend": "xla", "fallback": NO_PRODUCTS}
         there = {"ahead": "", **self._read(step)}
+        if step in self.loop.crowded_out:
+            return there | {"awaited": True}
         if self.in_order and step.awaited:
             plain = {"wire": None} if step in self.in_order.unwired else {}
             if plain:

@@ -36,6 +36,12 @@ def under_way(step: Step, chip: chips.Chip) -> float:
     return (found.us or 0.0) * 1e-6 if found and found.on_sparsecore else 0.0
 
 
+def on_core(step: Step) -> float:
+    """What a gather or scatter takes on the core (modelled); 0 where no table tells."""
+    found = _decided(step, awaited=True)
+    return (found.us or 0.0) * 1e-6 if found else 0.0
+
+
 def by_xla(step: Step, chip: chips.Chip) -> float:
     """What a gather or scatter takes (modelled) that goes over its wire unless XLA can hide it.
 

@@ -75,10 +75,34 @@ class Loop:
         return Dataflow(self.steps)
 
     @functools.cached_property
-    def _takes(self) -> dict[Step, float]:
+    def _away(self) -> dict[Step, float]:
         """What gathers and scatters take on a SparseCore; first read where devices are known."""
         chip = chips.current()
         return {s: collective_times.under_way(s, chip) for s in self.steps if s.how or s.sums}
+
+    @functools.cached_property
+    def crowded_out(self) -> frozenset[Step]:
+        """The sums that the core adds in less time than it would wait for all on a SparseCore.
+
+        That adds along a ring alone, where the core uses all links of a torus.
+        """
+        if any(step.is_opaque and not step.multiplies for step in self.steps):
+            return frozenset()
+        waits = sum(self._away.values()) - self.elapsed(chips.current())[-1] / turns.COUNTED
+        if waits <= 0:
+            return frozenset()
+        here = {s: collective_times.on_core(s) for s, there in self._away.items() if there}
+        found = set()
+        for step, takes in sorted(here.items(), key=lambda pair: pair[1] / self._away[pair[0]]):
+            if step.sums and 0 < takes < min(waits, self._away[step]):
+                found.add(step)
+                waits -= self._away[step]
+        return frozenset(found)
+
+    @functools.cached_property
+    def _takes(self) -> dict[Step, float]:
+        """The same; 0 of what is left to the core."""
+        return {s: 0.0 if s in self.crowded_out else there for s, there in self._away.items()}
 
     @property
     def gathering(self) -> float:
@@ -94,7 +118,7 @@ class Loop:
         if not products or any(step.is_opaque for step in self.steps):
             return []
         chip = chips.current()
-        takes = {s: there or collective_times.by_xla(s, chip) for s, there in self._takes.items()}
+        takes = {s: there or collective_times.by_xla(s, chip) for s, there in self._away.items()}
         bare = _BARE * products < sum(takes.values())
         return [step for step, there in takes.items() if there] if bare else []
 

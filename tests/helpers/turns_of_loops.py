@@ -19,6 +19,7 @@ def fake(seconds: float, patch: pytest.MonkeyPatch) -> None:
     """Products take a second each, and collectives that many."""
     patch.setattr(turns, "_seconds", lambda eqn, _: float(eqn.primitive.name == "dot_general"))
     patch.setattr(collective_times, "under_way", lambda step, chip: seconds)
+    patch.setattr(collective_times, "on_core", lambda step: seconds)
 
 
 def whole(w: jax.Array) -> jax.Array:

@@ -66,11 +66,12 @@ def lowered(
     depth: int = 4,
     rows: int = 16384,
     dtype: Any = jnp.bfloat16,
+    count: int = 4,
     **options: Any,
 ) -> Any:
     """A scan of layers of 4096 x 4096, for TPUs; their lowering, under `override_lax`."""
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
-    mesh = Mesh(np.array(devices[:4]), ("x",))
+    mesh = Mesh(np.array(devices[:count]), ("x",))
     specs = P("x"), P(None, "x")
     shapes = (rows, 4096), (depth, 4096, 4096)
     x, w = (
@@ -296,6 +297,16 @@ def test_a_scatter_with_products_behind_it_stays_in_its_turn() -> None:
     lowered(gradient(between))
     whys = [x.why for x in pc.override_report().replaced if x.op == "psum_scatter"]
     assert whys and not any(LEAVES in why for why in whys)
+
+
+@pytest.mark.parametrize("rows, serves", [(512, "torus"), (4096, "bidirectional:sc")])
+def test_the_core_adds_what_products_would_not_hide(rows: int, serves: str) -> None:
+    """On all links of a torus it takes a third of what a SparseCore does, along a ring."""
+    pytest.importorskip("libtpu")
+    with counters.recorded(built=True) as plans:
+        lowered(gradient(and_after), "v5p:4x4x4", rows=64 * rows, count=64)
+    assert {p.algorithm for p in plans if p.op == "reduce_scatter"} == {serves}
+    assert {p.algorithm for p in plans if p.op == "all_gather"} == {"torus:sc"}
 
 
 @pytest.mark.full

@@ -80,9 +80,9 @@ def test_explain_gives_the_reason_by_which_it_was_decided(op, pod, axes):
             wanted = "(v4's SparseCores: Pallas does not reach its SparseCores)"
         elif there is None:
             wanted = "(a SparseCore adds along rings and lines alone"
-        elif there < 30:
+        elif min(there, here) < 30:
             wanted = "(it is too short to be worth a SparseCore's launch)"
-        elif there > 2 * here:
+        elif there > 4 * here:
             wanted = (
                 f"(a SparseCore would take {there:.0f} us for it, and the core takes {here:.0f})"
             )
@@ -95,16 +95,15 @@ def test_explain_gives_the_reason_by_which_it_was_decided(op, pod, axes):
 @pytest.mark.parametrize(
     "pod, axes, sizes",
     [
-        ("v5p:4x4x4", ("x", "y", "z"), [1 << 28]),
-        ("v5p:4x4x4", ("x", "y"), [1 << 24, 1 << 28]),
-        ("v6e:16x16", ("x", "y"), [1 << 26, 1 << 28]),
+        ("v5p:4x4x4", ("x", "y", "z"), [1 << 24]),
+        ("v6e:16x16", ("x", "y"), [1 << 22]),
     ],
 )
 def test_a_sum_that_the_core_adds_sooner_is_not_called_short(pod, axes, sizes):
     machine = Machine.named(pod)
     mesh = machine.mesh(replay_rows.mesh_axes(machine))
     for nbytes in sizes:
-        said = pc.explain("psum_start", nbytes, mesh=mesh, axis_name=axes).why
+        said = pc.explain("psum_scatter_start", nbytes, mesh=mesh, axis_name=axes).why
         assert re.search(r"a SparseCore would take \d+ us for it, and the core takes \d+", said)
 
 
