@@ -33,6 +33,7 @@ from benchmarks.steps import (
     running,
 )
 from benchmarks.steps.programs import BUILT_IN, Form, Program
+from pallas_collectives.backends import counters
 from pallas_collectives.replay import Machine
 
 LIBTPU = pytest.mark.skipif(
@@ -342,6 +343,18 @@ def test_small_steps_are_the_longer_the_more_rows(rows: str) -> None:
     shapes = [a.shape for a in jax.tree.leaves(program.args)]
     tokens = {"few_rows": 256, "rows": 2048, "many_rows": 16384}[rows]
     assert shapes == [(8, 1024, 4096), (tokens, 4096)] and program.axes == {"x": 4}
+
+
+@pytest.mark.full
+def test_sums_of_a_large_layers_gradients_run_beside_products() -> None:
+    """A SparseCore runs those of 56 MiB a device, too: it takes twice as long as the core does."""
+    pytest.importorskip("libtpu")
+    devices = compiling.devices_of("v5p:2x2x2")
+    program = programs.named("benchmarks.steps.large:fsdp_tensor")(devices.size, Form(True, False))
+    with counters.recorded(built=True) as plans:
+        compiling.lower(program, devices, "override")
+    sums = [plan for plan in plans if plan.op == "reduce_scatter"]
+    assert len(sums) > 1 and all(plan.on_sparsecore for plan in sums)
 
 
 def test_a_folder_without_a_profile(tmp_path: Path) -> None:
