@@ -89,15 +89,6 @@ def replay(
         where=lambda mesh: pod.places(_placement(pod, mesh, placement)),
     )
     where = _placement(pod, mesh, placement)
-    n_devices = program.n_devices // program.cores
-    if len(where) != n_devices or len(set(where.tolist())) != len(where):
-        raise MachineError(
-            f"placement of {len(where)} positions for a mesh of {n_devices}: "
-            "want one device number each, all different"
-        )
-    for device in (where.min(), where.max()):
-        if not 0 <= device < pod.n_devices:
-            raise MachineError(f"placement on device {device}: {pod} has {pod.n_devices}")
     live = isinstance(program, LiveProgram)
     classes = (
         symmetry.refine(program, pod, where)
@@ -128,9 +119,20 @@ def _copies(program: Program, classes: Classes) -> int:
 
 
 def _placement(machine: Machine, mesh: AnyMesh, given: np.ndarray | None) -> np.ndarray:
-    if given is not None:
-        return np.asarray(given)
+    """The device number of each position of a mesh."""
     devices = getattr(mesh, "devices", None) if isinstance(mesh, jax.sharding.Mesh) else None
-    if devices is not None and all(hasattr(d, "coords") for d in devices.flat):
-        return machine.placement_of(devices)
-    return machine.default_placement(mesh.size)
+    if given is not None:
+        where = np.asarray(given)
+    elif devices is not None and all(hasattr(d, "coords") for d in devices.flat):
+        where = machine.placement_of(devices)
+    else:
+        where = machine.default_placement(mesh.size)
+    if len(where) != mesh.size or len({*where.tolist()}) != mesh.size:
+        raise MachineError(
+            f"placement of {len(where)} positions for a mesh of {mesh.size}: "
+            "want one device number each, all different"
+        )
+    for device in (where.min(), where.max()):
+        if not 0 <= device < machine.n_devices:
+            raise MachineError(f"placement on device {device}: {machine} has {machine.n_devices}")
+    return where

@@ -321,7 +321,7 @@ def test_what_would_touch_other_memory_is_refused() -> None:
     assert not report.findings
     with pytest.raises(IndexError, match=r"indices 0 to 79 of 64 of x_ref at test_replay_engine"):
         run(lambda x: body(x, lambda me: 24 * me, lambda me: 3 - me), machine, 4, shape(4))
-    with pytest.raises(IndexError, match=r"device ids 1 to 4 of 4 at test_replay_engine"):
+    with pytest.raises(IndexError, match=r"device 4 on axis 'x' of size 4 at test_replay_engine"):
         run(lambda x: body(x, lambda me: 8 * me, lambda me: me + 1), machine, 4, shape(4))
 
 
