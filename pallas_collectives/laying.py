@@ -52,26 +52,31 @@ def _frozen(value: Any) -> Any:
 
 def check(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
     """Refuses dimensions that x lacks, axes that the mesh lacks, and shards of unequal size."""
+    *over, _ = (devices(mesh, () if names is None else names) for names in (*spec, None))
+    if x.ndim < len(spec):
+        rule = f"{spec} must name no more dimensions than it has"
+        raise CollectiveError(f"an array of shape {x.shape}", rule, "reshape it, or name fewer")
+    for dimension, count in enumerate(over):
+        if x.shape[dimension] % count:
+            raise CollectiveError(
+                f"dimension {dimension} of size {x.shape[dimension]}",
+                f"it must be a multiple of the {count} devices that it is laid over",
+                f"pad it to {-(-x.shape[dimension] // count) * count}",
+            )
+
+
+def devices(mesh: Mesh, names: AxisName) -> int:
+    """How many devices of a mesh some of its axes join."""
     there = getattr(mesh, "shape", None)
     if there is None:
         rule, remedy = "it must be a jax.sharding.Mesh", "write jax.make_mesh((8,), ('x',))"
         raise CollectiveError(f"mesh={mesh!r}", rule, remedy)
-    if x.ndim < len(spec):
-        rule = f"{spec} must name no more dimensions than it has"
-        raise CollectiveError(f"an array of shape {x.shape}", rule, "reshape it, or name fewer")
-    for dimension, names in enumerate(spec):
-        axes = names if isinstance(names, tuple) else () if names is None else (names,)
-        for name in axes:
-            if name not in there:
-                rule = f"the mesh has the axes {', '.join(map(str, there))}"
-                raise UnboundAxisError(f"axis_name={name!r}", rule, "name one of them")
-        devices = math.prod(there[name] for name in axes)
-        if x.shape[dimension] % devices:
-            raise CollectiveError(
-                f"dimension {dimension} of size {x.shape[dimension]}",
-                f"it must be a multiple of the {devices} devices that it is laid over",
-                f"pad it to {-(-x.shape[dimension] // devices) * devices}",
-            )
+    axes = names if isinstance(names, tuple) else (names,)
+    for name in axes:
+        if name not in there:
+            rule = f"the mesh has the axes {', '.join(map(str, there))}"
+            raise UnboundAxisError(f"axis_name={name!r}", rule, "name one of them")
+    return math.prod(there[name] for name in axes)
 
 
 def dimension(ndim: int, axis: int) -> int:

@@ -6,7 +6,6 @@ and, for sums, `precise` and `order` (see `collectives`).
 The examples have two devices: `mesh = jax.make_mesh((2,), ("x",))`.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -364,9 +363,7 @@ def pswapaxes(x: jax.Array, *, mesh: Mesh, axis_name: AxisName, axis: int, **how
              [1, 3]], dtype=int32)
     """
     axis, rows = laying.dimension(x.ndim, axis), PartitionSpec(axis_name)
-    laying.check(x, mesh, rows)
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    devices = math.prod(mesh.shape[name] for name in names)
+    devices = laying.devices(mesh, axis_name)
     if axis == 0 or x.shape[0] != devices:
         raise CollectiveError(
             f"axis={axis} of x of shape {x.shape}",
