@@ -29,7 +29,7 @@ from pallas_collectives.nccl import codec, dtypes, mailboxes, tape
 from pallas_collectives.nccl.codec import ADD, KEEP, READ, RELAY, SEND, TAKE, Kernel
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
-from pallas_collectives.nccl.rank import Mailer
+from pallas_collectives.nccl.rank import Mailer, once
 from pallas_collectives.nccl.rows import Row, table_of
 from pallas_collectives.nccl.tape import Address
 
@@ -205,7 +205,7 @@ class Packer(Mailer):
             self.launch(loaded, blocks, codec.THREADS, stream, *given)
 
 
-@functools.cache
+@once
 def _table(box: Mailbox, work: PackedWork, kind: str, first: int) -> tuple[int, int]:
     """The address of one rank's table for a kernel, on its GPU, and its rows.
 
@@ -271,4 +271,4 @@ def ready(group: Group, work: PackedWork) -> dict[int, Packer]:
     return {box.communicator.ordinal: _packer(box) for box in boxes.values()}
 
 
-_packer = functools.cache(Packer)
+_packer = once(Packer)

@@ -8,7 +8,6 @@ told. One that is never finished harms nothing.
 """
 
 import ctypes
-import functools
 
 from pallas_collectives.nccl import mailboxes, tape
 from pallas_collectives.nccl.copies import PushPlan
@@ -16,7 +15,7 @@ from pallas_collectives.nccl.cuda import WORD
 from pallas_collectives.nccl.errors import CommunicatorError
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
-from pallas_collectives.nccl.rank import Sender
+from pallas_collectives.nccl.rank import Sender, once
 from pallas_collectives.nccl.tape import Address
 
 _ROOM, _MOST = 256 << 20, 256  # bytes that mailboxes of a size may have, and how many they may be
@@ -94,7 +93,7 @@ class Post(Sender):
         return (source - target) % self.communicator.size - 1
 
 
-_post = functools.cache(Post)
+_post = once(Post)
 
 
 def get(group: Group, number: int, nbytes: int) -> dict[int, Post]:

@@ -41,7 +41,7 @@ from pallas_collectives.nccl import cublas, dtypes, mailboxes, sums, tape
 from pallas_collectives.nccl.cublas import Product
 from pallas_collectives.nccl.group import Group
 from pallas_collectives.nccl.mailboxes import Mailbox
-from pallas_collectives.nccl.rank import Mailer
+from pallas_collectives.nccl.rank import Mailer, once
 from pallas_collectives.nccl.tape import Address
 
 GATHER, SCATTER = "gather", "scatter"
@@ -299,4 +299,4 @@ def ready(group: Group, work: ProductWork) -> dict[int, Multiplier]:
     return made
 
 
-_multiplier = functools.cache(Multiplier)
+_multiplier = once(Multiplier)

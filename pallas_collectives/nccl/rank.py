@@ -7,6 +7,8 @@ and `Rank.driver`, which a recorded twin hands to the recorder.
 import contextlib
 import copy
 import ctypes
+import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -234,3 +236,17 @@ _PYTHON: dict[str, Callable[..., bool]] = {
     "pc_push": _push,
     "pc_launch": _launch,
 }
+
+
+def once(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`functools.cache`, and threads that lower at a time get one and the same.
+
+    Two of one mailbox would each put work on a stream of its own, which nothing orders.
+    """
+    cached, lock = functools.cache(make), threading.Lock()
+
+    def made(*args: Any) -> Any:
+        with lock:
+            return cached(*args)
+
+    return made

@@ -1,5 +1,6 @@
 """Work recorded as C calls: what is recorded, and XLA's calls answered from it, on CPU devices."""
 
+import concurrent.futures
 import ctypes
 import gc
 import importlib.util
@@ -21,7 +22,7 @@ import nccl_host
 import nccl_wire
 import pallas_collectives as pc
 from pallas_collectives import nccl
-from pallas_collectives.nccl import cuda, ffi, group, library, progress, tape
+from pallas_collectives.nccl import cuda, ffi, group, library, progress, rank, tape
 
 P = jax.sharding.PartitionSpec
 ONES = np.ones((4, 3), np.float32)
@@ -381,3 +382,18 @@ def test_a_failure_that_is_not_nccls_is_not_its_own_cause():
     with pytest.raises(TypeError) as error:
         lib.call("broken", broken)
     assert error.value.__cause__ is None
+
+
+def test_threads_that_lower_at_once_get_one_and_the_same():
+    """Two of a mailbox would put work on two streams, which nothing orders."""
+    made = []
+
+    @rank.once
+    def make(box):
+        time.sleep(0.05)
+        made.append(box)
+        return object()
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = [*pool.map(make, "aaaa")]
+    assert made == ["a"] and len({*map(id, found)}) == 1 and make("b") is not found[0]
