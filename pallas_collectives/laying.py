@@ -52,7 +52,7 @@ def _frozen(value: Any) -> Any:
 
 def check(x: jax.Array, mesh: Mesh, spec: PartitionSpec) -> None:
     """Refuses dimensions that x lacks, axes that the mesh lacks, and shards of unequal size."""
-    *over, _ = (devices(mesh, () if names is None else names) for names in (*spec, None))
+    over = [devices(mesh, () if names is None else names) for names in spec]
     if x.ndim < len(spec):
         rule = f"{spec} must name no more dimensions than it has"
         raise CollectiveError(f"an array of shape {x.shape}", rule, "reshape it, or name fewer")

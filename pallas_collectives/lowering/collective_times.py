@@ -69,10 +69,10 @@ def on_either(step: Step, chip: chips.Chip) -> tuple[float, float, float | None]
     over = wired(step)
     if overlaps.by_xla(turns.collective_of(step.eqn), chip) and not over:
         return None
-    here, there = _decided(step, awaited=True), _decided(step, awaited=False)
-    if not here or not there or not here.us or not there.us or not there.on_sparsecore:
+    here, there = on_core(step), _decided(step, awaited=False)
+    if not here or not there or not there.us or not there.on_sparsecore:
         return None
-    return here.us * 1e-6, there.us * 1e-6, over.wired_us * 1e-6 if over and over.wired_us else None
+    return here, there.us * 1e-6, over.wired_us * 1e-6 if over and over.wired_us else None
 
 
 def wired(step: Step) -> WirePlan | None:

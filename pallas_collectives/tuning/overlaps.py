@@ -169,9 +169,10 @@ def on_core(there: float | None, chip: Chip, here: float | None = None) -> str:
         return why
     if there is None:
         return "no table has its time on a SparseCore"
-    if min(there, there if here is None else here) < _WORTH_US:
+    here = there if here is None else here
+    if min(there, here) < _WORTH_US:
         return "it is too short to be worth a SparseCore's launch"
-    if here is not None and there * _EXPOSED > here:
+    if there * _EXPOSED > here:
         return f"a SparseCore would take {there:.0f} us for it, and the core takes {here:.0f}"
     return ""
 
