@@ -171,7 +171,7 @@ def _grid(shape: tuple[int, ...], tile: tuple[int, ...]) -> tuple[int, ...]:
 
 def even_spans(
     shape: tuple[int, ...], dtype: DType, limit: int, start: tuple[int, int] = (0, 0)
-) -> Iterator[tuple[pl.Slice, pl.Slice]]:
+) -> Iterator[tuple[slice | pl.Slice, slice | pl.Slice]]:
     """The rows and columns of parts of a shape, none of which is cut into small tiles.
 
     That is all of it, unless `tile_shape` finds less than an eighth of `limit`, as of 251 hardware
