@@ -7,7 +7,7 @@ Commands, each a module with a `main`; `__main__` finds them:
     tune.py         the library's table of which algorithm is fastest where
     report.py       results as a Markdown page with plots
     compare.py      what became slower between two results
-    readme.py       the README's tables
+    readme.py       the tables of README.md and benchmarks/README.md
 
 What they are made of:
 

@@ -11,7 +11,7 @@ python -m benchmarks host [flags]             what a small call costs the host, 
 python -m benchmarks layers [flags]           weights gathered one layer ahead, on GPUs
 python -m benchmarks report A.json ...        a Markdown page and plots of results
 python -m benchmarks compare A.json B.json    what became slower, beyond noise
-python -m benchmarks readme                   the README's tables, made anew
+python -m benchmarks readme                   the tables of the READMEs, made anew
 
 COMMAND --help shows the flags of a command.
 """

@@ -1,4 +1,4 @@
-"""`readme`: the README's tables, from the library's own tables and from stored results.
+"""`readme`: the tables of README and benchmarks/README, from the library's and stored results.
 
 Results lie beside this file, as `--json` writes them. After a change to kernels or to the choice of
 algorithms, what is replayed and compiled (readme.json) is brought up to date by
@@ -16,6 +16,7 @@ import difflib
 import inspect
 import itertools
 import math
+import operator
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +39,8 @@ from pallas_collectives.backends import nccl
 from pallas_collectives.replay import Machine, calibration
 from pallas_collectives.topology import chips
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+_FOLDER = Path(__file__).resolve().parent
+PAGES = (_FOLDER.parent / "README.md", _FOLDER / "README.md")
 STORED = Path(__file__).with_name("readme.json")
 GPUS = Path(__file__).with_name("readme_gpus.json")
 
@@ -66,27 +68,28 @@ _DTYPE = "float32"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the tables into the README, or says which are out of date."""
+    """Writes the tables into the pages, or says which are out of date."""
     if argv[1:]:
         raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
     if _RECOMPUTE.value:
         recompute(Screen())
-    before = README.read_text()
+    before = [page.read_text() for page in PAGES]
     after = rendered(before, results.load(str(STORED)))
-    if _ONLY_CHECK.value:
-        for line in difflib.unified_diff(before.splitlines(), after.splitlines(), lineterm=""):
-            print(line)
-    elif after != before:
-        results.write(str(README), lambda file: file.write(after))
+    for page, old, new in zip(PAGES, before, after, strict=True):
+        if _ONLY_CHECK.value:
+            for line in difflib.unified_diff(old.splitlines(), new.splitlines(), lineterm=""):
+                print(line)
+        elif new != old:
+            results.write(str(page), operator.methodcaller("write", new))
     changed = "out of date" if _ONLY_CHECK.value else "written anew"
-    print(f"{README.name}: {len(TABLES)} tables, {'all current' if after == before else changed}")
-    if NOT_RECOMPUTED in after:
+    print(f"{len(TABLES)} tables, {'all current' if after == before else changed}")
+    if any(NOT_RECOMPUTED in page for page in after):
         print(f"{NOT_RECOMPUTED}: python -m benchmarks readme --recompute replays these")
     return int(_ONLY_CHECK.value and after != before)
 
 
-def rendered(text: str, saved: Saved) -> str:
-    """The README with its tables between their markers made anew.
+def rendered(pages: Sequence[str], saved: Saved) -> list[str]:
+    """The pages with their tables between markers made anew.
 
     Raises:
       FlagError: a marker of an unknown table, or a table without markers.
@@ -97,15 +100,15 @@ def rendered(text: str, saved: Saved) -> str:
         seen.append(match["name"])
         if match["name"] not in TABLES:
             rule = f"the tables are {', '.join(TABLES)}"
-            raise FlagError(f"table {match['name']!r} in README.md", rule, "name one of them")
+            raise FlagError(f"table {match['name']!r} in a README.md", rule, "name one of them")
         return f"{match['begin']}\n{TABLES[match['name']](saved)}\n{match['end']}"
 
-    text = _MARKED.sub(table, text)
+    after = [_MARKED.sub(table, page) for page in pages]
     if missing := sorted(set(TABLES) - set(seen)):
         rule = "each table stands between markers"
         remedy = f"write <!-- table: {missing[0]} --> and <!-- end of table --> where it belongs"
-        raise FlagError(f"README.md without {', '.join(missing)}", rule, remedy)
-    return text
+        raise FlagError(f"no README.md has {', '.join(missing)}", rule, remedy)
+    return after
 
 
 _MARKED = re.compile(

@@ -173,7 +173,7 @@ def test_what_was_not_replayed_yet_is_told(
 ) -> None:
     page = tmp_path / "README.md"
     page.write_text("<!-- table: replayed -->\n<!-- end of table -->\n")
-    monkeypatch.setattr(readme, "README", page)
+    monkeypatch.setattr(readme, "PAGES", (page,))
     monkeypatch.setattr(readme, "TABLES", {"replayed": readme.replayed})
     done = benchmarking.in_process(monkeypatch, capsys)("readme")
     assert done.status == 0 and "--recompute" in done.out

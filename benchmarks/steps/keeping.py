@@ -1,4 +1,4 @@
-"""The rows of `step` that the README's table shows: `--save` keeps them, `readme` reads them."""
+"""The rows of `step` that tables of the READMEs show: `--save` keeps them, `readme` reads them."""
 
 import dataclasses
 import itertools

@@ -32,10 +32,10 @@ def test_a_table_out_of_date_is_told_and_mended(
     monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path
 ) -> None:
     run = benchmarking.in_process(monkeypatch, capsys)
-    copy = tmp_path / "README.md"
-    right = readme.README.read_text()
+    copy, (page, *others) = tmp_path / "README.md", readme.PAGES
+    right = page.read_text()
     copy.write_text(right.replace("| `one_shot` |", "| `no_shot` |"))
-    monkeypatch.setattr(readme, "README", copy)
+    monkeypatch.setattr(readme, "PAGES", (copy, *others))
     status, out, _ = run("readme", "--only_check")
     assert status == 1
     assert "-" in out and "no_shot" in out and "one_shot" in out
@@ -45,11 +45,13 @@ def test_a_table_out_of_date_is_told_and_mended(
 
 
 def test_markers_and_tables_must_fit(stored: results.Saved) -> None:
-    text = readme.README.read_text()
+    page, *others = (page.read_text() for page in readme.PAGES)
     with pytest.raises(FlagError, match="table 'prices'"):
-        readme.rendered(text.replace("table: replayed", "table: prices"), stored)
-    with pytest.raises(FlagError, match="without replayed"):
-        readme.rendered(text.replace("<!-- table: replayed", "<!-- once: replayed"), stored)
+        readme.rendered([page.replace("table: replayed", "table: prices"), *others], stored)
+    with pytest.raises(FlagError, match="has replayed"):
+        readme.rendered(
+            [page.replace("<!-- table: replayed", "<!-- once: replayed"), *others], stored
+        )
 
 
 def test_every_algorithm_has_its_cost_and_its_row() -> None:
