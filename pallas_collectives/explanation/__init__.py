@@ -198,9 +198,8 @@ def _places(devices: int, torus: str) -> Places:
 def _traced_on(mesh: AnyMesh) -> Iterator[None]:
     """Within this context decisions are those of tracing on a mesh, and are not counted."""
     abstract: Any = getattr(mesh, "abstract_mesh", mesh)
-    on = jax.sharding.use_abstract_mesh
-    # No mesh in between: JAX refuses to exchange the one in scope for one of another size.
-    with on(AbstractMesh((), ())), on(abstract), counters.uncounted():
+    on = jax.sharding.use_abstract_mesh(abstract)
+    with placement.no_mesh(), on, counters.uncounted():
         yield
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 
 from pallas_collectives.annotations import AnyMesh, Interpret
 from pallas_collectives.errors import BackendError, ReachError
@@ -109,6 +109,15 @@ def settled_later() -> Iterator[None]:
 def are_settled_later() -> bool:
     """Whether a lowering asks later who reaches whom."""
     return _settled_later.get()
+
+
+@contextlib.contextmanager
+def no_mesh() -> Iterator[None]:
+    """Within this context no mesh is in scope: JAX exchanges one for none, not for one of another
+    size.
+    """
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())):
+        yield
 
 
 def in_scope() -> Places | None:

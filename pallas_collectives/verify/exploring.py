@@ -23,6 +23,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import _compat, simulation
 from pallas_collectives.annotations import AnyMesh
+from pallas_collectives.topology import placement
 from pallas_collectives.verify import asked, judge, programs
 from pallas_collectives.verify.asked import AskError, Axes
 from pallas_collectives.verify.verdict import FAULTY, Verdict
@@ -98,6 +99,7 @@ class Exploration:
         return "\n".join([str(self.verdict), "", head, *(f"  {line}" for line in lines)])
 
 
+@placement.no_mesh()
 def explore(
     function: Callable[..., Any] | str,
     *args: Any,

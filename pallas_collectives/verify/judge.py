@@ -14,10 +14,12 @@ from pallas_collectives.replay.machine import Machine, MachineError
 from pallas_collectives.replay.program import Read
 from pallas_collectives.replay.trace_program import NoShardMap
 from pallas_collectives.replay.views import DataDependent
+from pallas_collectives.topology import placement
 from pallas_collectives.verify import asked, compiled, findings, programs
 from pallas_collectives.verify.verdict import Case, Verdict
 
 
+@placement.no_mesh()
 def check(
     function: Callable[..., Any] | str,
     *args: Any,

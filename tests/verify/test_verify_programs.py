@@ -12,6 +12,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
+import harness
 import replay_kernels
 import verify_kernels as kernels
 from pallas_collectives import verify
@@ -28,6 +29,18 @@ def test_whole_programs_and_meshes_of_their_own() -> None:
     assert [case.axes for case in verdict.cases] == [{"x": 2}, {"x": 8}]
     own = verify.check(kernels.over_its_own_mesh, X, devices=(2, 4, 8))
     assert own.ok and [case.axes for case in own.cases] == [{"x": 2}]
+
+
+def _over_the_mesh_in_scope(x: Any) -> Any:
+    rows = P("x")
+    return jax.shard_map(kernels.to_the_right, in_specs=rows, out_specs=rows, check_vma=False)(x)
+
+
+@pytest.mark.parametrize("function", [kernels.to_the_right, kernels.whole, _over_the_mesh_in_scope])
+def test_a_mesh_of_other_devices_in_scope_is_not_asked(function: Any) -> None:
+    with jax.set_mesh(harness.mesh(8)):
+        verdict = verify.check(function, "f32[8*n,128]", devices=4)
+    assert verdict.ok and [case.axes for case in verdict.cases] == [{"x": 4}]
 
 
 def _in_turn(x: Any, mesh: Any, *, bodies: Any, turns: int = 1) -> Any:
