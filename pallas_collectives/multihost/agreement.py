@@ -5,6 +5,8 @@ import dataclasses
 import hashlib
 import json
 import math
+import numbers
+import operator
 import queue
 import threading
 import time
@@ -116,9 +118,18 @@ def agree(
 
 def check_timeout(operation: str, timeout: float) -> None:
     """CollectiveError unless `timeout` is a number of seconds that can run out."""
-    if not 0 < timeout < math.inf:
+    if not isinstance(timeout, numbers.Real) or not 0 < timeout < math.inf:
         raise CollectiveError(
             f"{operation} with timeout={timeout!r}",
             "a timeout is a positive, finite number of seconds",
             f"leave it out for the default of {DEFAULT_TIMEOUT:g}",
         )
+
+
+def check_whole(operation: str, name: str, value: object) -> None:
+    """CollectiveError unless an argument is a whole number."""
+    try:
+        operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        given, rule = f"{operation} with {name}={value!r}", f"{name} must be a whole number"
+        raise CollectiveError(given, rule, "pass an int") from None

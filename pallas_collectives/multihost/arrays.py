@@ -38,7 +38,7 @@ def host_local_array_to_global_array(local_inputs: Any, global_mesh: Mesh, pspec
       The tree, with global `jax.Array`s under `NamedSharding(global_mesh, pspec)`.
 
     Raises:
-      CollectiveError: None for a pspec; a leaf that is traced.
+      CollectiveError: no mesh of devices; no pspec for a leaf; a leaf that is traced.
       ValueError: pspecs is no prefix, or a dimension is not divisible by its local devices.
 
     Example, the same on one process as on many:
@@ -58,7 +58,7 @@ def host_local_array_to_global_array(local_inputs: Any, global_mesh: Mesh, pspec
             array = jax.device_put(array, local)
         return _relabel(array, local, NamedSharding(global_mesh, spec))
 
-    return _map("host_local_array_to_global_array", convert, local_inputs, pspecs)
+    return _map("host_local_array_to_global_array", convert, local_inputs, global_mesh, pspecs)
 
 
 def global_array_to_host_local_array(
@@ -78,7 +78,7 @@ def global_array_to_host_local_array(
       The tree, with `jax.Array`s under `NamedSharding(global_mesh.local_mesh, pspec)`.
 
     Raises:
-      CollectiveError: None for a pspec; a leaf that is traced.
+      CollectiveError: no mesh of devices; no pspec for a leaf; a leaf that is traced.
       ProcessTimeoutError, ProcessMismatchError: from a resharding, naming the processes at fault.
       ValueError: pspecs is no prefix.
 
@@ -99,10 +99,10 @@ def global_array_to_host_local_array(
             array = agreement.run(lambda: jax.block_until_ready(jax.device_put(array, whole)))
         return _relabel(array, whole, NamedSharding(global_mesh.local_mesh, spec))
 
-    return _map(operation, convert, global_inputs, pspecs)
+    return _map(operation, convert, global_inputs, global_mesh, pspecs)
 
 
-def _map(operation: str, convert: Any, tree: Any, pspecs: Any) -> Any:
+def _map(operation: str, convert: Any, tree: Any, mesh: Mesh, pspecs: Any) -> Any:
     """`convert(leaf, pspec)` over a tree, with the checks and conversions common to both ways."""
 
     def is_leaf(x: Any) -> bool:
@@ -111,9 +111,9 @@ def _map(operation: str, convert: Any, tree: Any, pspecs: Any) -> Any:
     def convert_leaf(value: Any, spec: P | None) -> Any:
         if value is None:
             return None
-        if spec is None:
+        if not isinstance(spec, P):
             raise CollectiveError(
-                f"{operation} with None among the pspecs",
+                f"{operation} with {spec!r} among the pspecs",
                 "every leaf needs a PartitionSpec",
                 "pass jax.sharding.PartitionSpec() for a leaf that is replicated",
             )
@@ -130,6 +130,11 @@ def _map(operation: str, convert: Any, tree: Any, pspecs: Any) -> Any:
             value = np.zeros(value.shape, bool)
         return convert(value, spec)
 
+    if not isinstance(mesh, Mesh):
+        rule = "it must be a jax.sharding.Mesh, of devices"
+        raise CollectiveError(
+            f"{operation} with global_mesh={mesh!r}", rule, "pass what jax.make_mesh makes"
+        )
     specs = jax.tree.broadcast(pspecs, tree, is_leaf=is_leaf)
     return jax.tree.map(convert_leaf, tree, specs, is_leaf=is_leaf)
 

@@ -59,14 +59,18 @@ def live_devices(
       True
     """
     check_timeout(_OPERATION, timeout)
+    try:
+        ordered = sorted(devices, key=lambda device: device.id)
+    except (TypeError, AttributeError):
+        rule = "it must be a sequence of devices"
+        raise CollectiveError(f"{_OPERATION}({devices!r})", rule, "pass jax.devices()") from None
     mine = jax.process_index()
-    if all(device.process_index != mine for device in devices):
+    if all(device.process_index != mine for device in ordered):
         raise CollectiveError(
-            f"{_OPERATION} of {len(devices)} devices, but not one of process {mine}",
+            f"{_OPERATION} of {len(ordered)} devices, but not one of process {mine}",
             "a process must own at least one of the devices that it asks about",
             "pass jax.devices(), or leave the call to the processes that own the devices",
         )
-    ordered = sorted(devices, key=lambda device: device.id)
     if jax.process_count() == 1:
         yield ordered
         return

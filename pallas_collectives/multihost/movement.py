@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from pallas_collectives import validation
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.multihost import wire
 from pallas_collectives.multihost.agreement import DEFAULT_TIMEOUT, agree
@@ -105,6 +106,7 @@ def process_allgather(
       >>> pc.multihost.process_allgather(np.arange(3)).shape
       (1, 3)
     """
+    validation.check_flag("tiled", tiled)
     operation = f"process_allgather(tiled={tiled})"
     wire.check_chunk_bytes(chunk_bytes, operation)
     leaves, structure = flatten(in_tree, operation)

@@ -14,7 +14,7 @@ import jax
 from pallas_collectives import _compat
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.multihost import votes
-from pallas_collectives.multihost.agreement import DEFAULT_TIMEOUT, check_timeout
+from pallas_collectives.multihost.agreement import DEFAULT_TIMEOUT, check_timeout, check_whole
 
 _POLL = 1.0  # seconds between looks for the notice; JAX looks for the signal as often
 
@@ -47,6 +47,7 @@ def reached_preemption_sync_point(step_id: int, *, timeout: float = DEFAULT_TIME
     """
     operation = f"reached_preemption_sync_point({step_id})"
     check_timeout(operation, timeout)
+    check_whole("reached_preemption_sync_point", "step_id", step_id)
     client = votes.coordination_client()
     if client is None:
         return False

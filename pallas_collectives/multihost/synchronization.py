@@ -51,11 +51,10 @@ def barrier(name: str, *, timeout: float = DEFAULT_TIMEOUT) -> None:
       ...     pass  # write the file
       >>> pc.multihost.barrier("the file is there", timeout=60)
     """
-    if not name:
-        raise CollectiveError(
-            "barrier(name='')", "a barrier is known by its name", "give it one, such as 'eval'"
-        )
     operation = f"barrier({name!r})"
+    if not isinstance(name, str) or not name:
+        rule = "its name must be text, and not empty"
+        raise CollectiveError(operation, rule, "give it one, such as 'eval'")
     check_timeout(operation, timeout)
     if jax.process_count() > 1:
         channel = f"barrier/{urllib.parse.quote(name, safe='')}"

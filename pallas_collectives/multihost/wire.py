@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_collectives import collectives
 from pallas_collectives.errors import CollectiveError
-from pallas_collectives.multihost.agreement import Agreement
+from pallas_collectives.multihost.agreement import Agreement, check_whole
 from pallas_collectives.multihost.leaves import Bytes
 
 DEFAULT_CHUNK_BYTES = 64 << 20
@@ -107,7 +107,8 @@ def wait_for_devices(agreement: Agreement) -> None:
 
 
 def check_chunk_bytes(chunk_bytes: int, operation: str) -> None:
-    """CollectiveError if not even one word per device fits."""
+    """CollectiveError unless so many bytes, at least a word for each device, make a chunk."""
+    check_whole(operation, "chunk_bytes", chunk_bytes)
     least = _mesh().size * _WORD.itemsize
     if chunk_bytes < least:
         raise CollectiveError(

@@ -86,6 +86,10 @@ def test_float0_becomes_bool(mesh):
     "call, error, words",
     [
         (lambda mesh: ours.barrier(""), CollectiveError, "give it one"),
+        (lambda mesh: ours.barrier(3), CollectiveError, "barrier(3)"),
+        (lambda mesh: ours.barrier(None), CollectiveError, "barrier(None)"),
+        (lambda mesh: ours.barrier("a", timeout=None), CollectiveError, "timeout=None"),
+        (lambda mesh: ours.barrier("a", timeout="3"), CollectiveError, "timeout='3'"),
         (lambda mesh: ours.barrier("a", timeout=0), CollectiveError, "timeout=0"),
         (lambda mesh: ours.sync_global_devices("a", timeout=-1), CollectiveError, "positive"),
         (lambda mesh: ours.assert_equal(1, timeout=float("nan")), CollectiveError, "finite"),
@@ -96,6 +100,10 @@ def test_float0_becomes_bool(mesh):
         ),
         (lambda mesh: ours.broadcast_one_to_all(1, chunk_bytes=8), CollectiveError, "32 bytes"),
         (lambda mesh: ours.process_allgather(1, chunk_bytes=0), CollectiveError, "chunk_bytes=0"),
+        (lambda mesh: ours.process_allgather(1, chunk_bytes=None), CollectiveError, "whole number"),
+        (lambda mesh: ours.broadcast_one_to_all(1, chunk_bytes=1e6), CollectiveError, "1000000.0"),
+        (lambda mesh: ours.process_allgather(1, tiled="no"), CollectiveError, "tiled='no'"),
+        (lambda mesh: ours.reached_preemption_sync_point("a"), CollectiveError, "step_id='a'"),
         (lambda mesh: ours.broadcast_one_to_all(1, False), CollectiveError, "0 sources"),
         (lambda mesh: ours.process_allgather({"x": object()}), DtypeError, "leaf ['x'], a object"),
         (
@@ -114,6 +122,16 @@ def test_float0_becomes_bool(mesh):
             lambda mesh: ours.host_local_array_to_global_array(1.0, mesh, None),
             CollectiveError,
             "PartitionSpec",
+        ),
+        (
+            lambda mesh: ours.host_local_array_to_global_array(np.zeros(8), mesh, "lanes"),
+            CollectiveError,
+            "'lanes' among the pspecs",
+        ),
+        (
+            lambda mesh: ours.global_array_to_host_local_array(1.0, None, P()),
+            CollectiveError,
+            "global_mesh=None",
         ),
     ],
 )
@@ -226,6 +244,8 @@ def test_live_devices_alone_are_all_and_bad_input_is_refused():
         assert devices == jax.devices()
     for devices, options, told in (
         ([], {}, "not one of process 0"),
+        ([0, 1], {}, "a sequence of devices"),
+        (jax.devices()[0], {}, "a sequence of devices"),
         (jax.devices(), {"timeout": 0}, "a timeout is a positive, finite number"),
     ):
         with pytest.raises(CollectiveError, match=told), ours.live_devices(devices, **options):
