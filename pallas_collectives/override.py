@@ -178,7 +178,9 @@ def _checked_wires(
             rule = f"the functions that take one are {', '.join(sorted(takes))}"
             raise WireError(f"{argument}={{{name!r}: {value!r}}}", rule, "use names from that list")
         found = wires.named(value)
-        if found is None or found.key is not None:
+        if found is None:  # as in a call: no wire
+            continue
+        if found.key is not None:
             rule = "it must round to nearest, as a context has no key for each call"
             value = f"{argument}={{{name!r}: {value!r}}}"
             raise WireError(value, rule, "write it like {'psum': 'int8'}")

@@ -298,10 +298,14 @@ def test_wires_that_no_function_takes() -> None:
     for wrong, match in (
         ({"pmax": "int8"}, "take one are all_gather"),
         ({"psum": "int5"}, "int8"),
-        ({"psum": None}, "round to nearest"),
+        ({"psum": pc.Wire("int8", 128, "stochastic", jax.random.key(0))}, "round to nearest"),
+        ({"pmax": None}, "take one are all_gather"),
     ):
         with pytest.raises(WireError, match=match), pc.override_lax(wire=wrong):
             pass
+    with pc.override_lax(wire={"psum": None}, wire_backward={"psum": None}):
+        pass
+    assert pc.override_report().unused == ()
     for options in ({"only": ["all_gather"]}, {"keep": ["psum"]}):
         with (
             pytest.raises(WireError, match="lax keeps that function"),
