@@ -218,7 +218,7 @@ def overridden(
         leaves out of these.
 
     Raises:
-      CollectiveError: as `override_lax`; or fn is not a function.
+      CollectiveError: as `override_lax`; or fn is not a function, or a generator or async one.
 
     Example, with `jax.vmap` in place of a mesh:
       >>> jax.vmap(pc.overridden(lambda x: jax.lax.psum(x, "x")), axis_name="x")(jnp.ones(2))
@@ -228,6 +228,9 @@ def overridden(
         raise CollectiveError(
             f"fn={fn!r}", "it must be a function", "pass the one that calls collectives"
         )
+    if any(runs_later(f) for runs_later in _RUN_LATER for f in (fn, type(fn).__call__)):
+        rule = "a generator or async function runs after its call, where lax's are lax's again"
+        raise CollectiveError(f"fn={fn!r}", rule, "pass the functions in it that call collectives")
     names, kept = _names(everything=everything, only=only, keep=keep, fuse=fuse, ahead=ahead)
 
     @functools.wraps(fn)
@@ -244,6 +247,9 @@ def overridden(
             return fn(*args, **kwargs)
 
     return run
+
+
+_RUN_LATER = inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction
 
 
 @contextlib.contextmanager

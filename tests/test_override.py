@@ -1,5 +1,6 @@
 """What `override_lax` replaces, for whom, and for how long."""
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -265,6 +266,19 @@ def test_arguments_of_a_wrong_type(options: dict[str, Any], message: str) -> Non
 def test_what_is_no_function_has_no_collectives() -> None:
     with pytest.raises(CollectiveError, match="fn=3: it must be a function"):
         pc.overridden(3)  # type: ignore[arg-type]
+
+    def turns() -> Iterator[int]:
+        yield 3
+
+    async def later() -> int:
+        return 3
+
+    class Turns:
+        __call__ = turns
+
+    for lazy in (turns, later, Turns(), functools.partial(turns)):
+        with pytest.raises(CollectiveError, match="runs after its call"):
+            pc.overridden(lazy)
     for wrong in ("", [], 0):
         with pytest.raises(WireError, match="map names of functions"), pc.override_lax(wire=wrong):  # type: ignore[arg-type]
             pass
