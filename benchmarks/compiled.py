@@ -9,7 +9,6 @@ ours and lax's alike.
 """
 
 import collections
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -21,7 +20,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -94,7 +93,8 @@ def elsewhere(module: str, tasks: Sequence[Any]) -> Generator[dict[str, Any]]:
 
     Raises:
       CompilerError: that process failed.
-      FlagError: it refuses a flag (`refusing`).
+      FlagError: it refuses a flag.
+      KeyboardInterrupt: it was interrupted.
     """
     if not tasks:
         return
@@ -110,24 +110,25 @@ def elsewhere(module: str, tasks: Sequence[Any]) -> Generator[dict[str, Any]]:
             if "flag" in row:
                 raise FlagError(*row["flag"])
             yield row
+    if process.returncode == -signal.SIGINT:
+        raise KeyboardInterrupt
     if process.returncode:
         raise CompilerError(f"the TPU compiler's process ended with {process.returncode}")
 
 
-@contextlib.contextmanager
-def refusing() -> Iterator[None]:
-    """Within this context of that process a FlagError becomes a line, and `elsewhere` raises it."""
-    try:
-        yield
-    except FlagError as error:
-        print(json.dumps({"flag": error.said}), flush=True)
+def answer(rows: Callable[[list[Any]], Iterable[dict[str, Any]]]) -> None:
+    """Prints, in that process, the rows of its tasks; a FlagError is a line, too.
 
-
-def main() -> None:
-    """Prints a row of JSON for each task wanted."""
+    What a user's program prints, and libtpu, goes to standard error: it is no row.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # an interrupt is for the other process to tell
-    for task in json.loads(sys.argv[1]):
-        print(json.dumps(dataclasses.asdict(_row(Task(*task)))), flush=True)
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    try:
+        for row in rows(json.loads(sys.argv[1])):
+            print(json.dumps(row), file=out, flush=True)
+    except FlagError as error:
+        print(json.dumps({"flag": error.said}), file=out, flush=True)
 
 
 def _row(task: Task) -> Compiled:
@@ -222,4 +223,4 @@ def summary(hlo: str, smallest: int) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    answer(lambda tasks: (dataclasses.asdict(_row(Task(*task))) for task in tasks))

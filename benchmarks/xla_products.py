@@ -6,12 +6,12 @@ in `xla_products.json`; `python -m benchmarks fused --learn_products` asks for t
 """
 
 import functools
+import itertools
 import json
-import signal
-import sys
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,12 +55,8 @@ def _learned() -> dict[str, dict[str, int]]:
     return dict(json.loads(PATH.read_text(encoding="utf-8"))["cycles"]) if PATH.exists() else {}
 
 
-def main() -> None:
-    """Prints a row of JSON for each product wanted."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    for chip, *size in json.loads(sys.argv[1]):
-        row = {"chip": chip, "size": "x".join(map(str, size)), "cycles": _cycles(chip, *size)}
-        print(json.dumps(row), flush=True)
+def _row(chip: str, *size: int) -> dict[str, Any]:
+    return {"chip": chip, "size": "x".join(map(str, size)), "cycles": _cycles(chip, *size)}
 
 
 def _cycles(chip: str, rows: int, depth: int, columns: int) -> int:
@@ -83,4 +79,4 @@ def _device(chip: str) -> jax.Device:
 
 
 if __name__ == "__main__":
-    main()
+    compiled.answer(functools.partial(itertools.starmap, _row))

@@ -7,9 +7,6 @@ import dataclasses
 import functools
 import inspect
 import itertools
-import json
-import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -72,14 +69,10 @@ def rows(tasks: Sequence[Task]) -> Iterator[Stepped]:
     return (Stepped(**row) for row in compiled.elsewhere("benchmarks.steps.compiling", tasks))
 
 
-def main() -> None:
-    """Prints rows of JSON for each task wanted."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    tasks = [Task(*task) for task in json.loads(sys.argv[1])]
-    with compiled.refusing():
-        check(tasks)
-        for row in itertools.chain.from_iterable(map(rows_of, tasks)):
-            print(json.dumps(dataclasses.asdict(row)), flush=True)
+def _answers(given: list[Any]) -> Iterator[dict[str, Any]]:
+    tasks = [Task(*task) for task in given]
+    check(tasks)
+    yield from map(dataclasses.asdict, itertools.chain.from_iterable(map(rows_of, tasks)))
 
 
 def check(tasks: Sequence[Task]) -> None:
@@ -203,4 +196,4 @@ def _figures(
 
 
 if __name__ == "__main__":
-    main()
+    compiled.answer(_answers)

@@ -8,10 +8,9 @@ compute, as far as a model has some for it.
 import collections
 import json
 import re
-import signal
-import sys
 from collections.abc import Iterable, Sequence
 from importlib import metadata
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -38,17 +37,7 @@ def write(topologies: Sequence[str]) -> str:
     return f"{overlaps.PATH}: {content}"
 
 
-def main() -> None:
-    """Prints a line of JSON for each topology."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with compiled.refusing():
-        for topology in json.loads(sys.argv[1]):
-            chip = timeline.chip_of(topology).name
-            engines, near = _learned(topology)
-            print(json.dumps({"chip": chip, "engines": engines, "near": near}), flush=True)
-
-
-def _learned(topology: str) -> tuple[dict[str, str], str]:
+def _learned(topology: str) -> dict[str, Any]:
     devices = compiling.devices_of(topology)
     found, near = {}, ""
     for case in CASES:
@@ -56,7 +45,7 @@ def _learned(topology: str) -> tuple[dict[str, str], str]:
         if engine := engine_of(case.op, schedule.events(text)):
             found[case.op] = engine
         near = near or near_of(text)
-    return found, near
+    return {"chip": timeline.chip_of(topology).name, "engines": found, "near": near}
 
 
 def near_of(text: str) -> str:
@@ -99,4 +88,4 @@ def program(n: int, case: Case) -> Program:
 
 
 if __name__ == "__main__":
-    main()
+    compiled.answer(lambda asked: map(_learned, asked))

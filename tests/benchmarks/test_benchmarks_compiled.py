@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import sys
 from pathlib import Path
 
 import jax
@@ -74,6 +76,32 @@ def test_without_a_compiler_only_a_run_that_asks_for_it_fails(
     status, out, _ = bench(*arguments, "--replay=")
     assert status == 0
     assert "libtpu is not installed" in out
+
+
+_ANSWERS = """
+import os, signal
+from benchmarks import compiled
+
+def rows(tasks):
+    for task in tasks:
+        print("traced"), os.system("echo compiled")
+        yield {"task": task}
+        if task == "last":
+            signal.raise_signal(signal.SIGINT)
+
+compiled.answer(rows)
+"""
+
+
+def test_the_other_process_may_print_and_be_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "answers.py").write_text(_ANSWERS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), *sys.path)))
+    rows = compiled.elsewhere("answers", ["first", "last", "never"])
+    assert [next(rows), next(rows)] == [{"task": "first"}, {"task": "last"}]
+    with pytest.raises(KeyboardInterrupt):
+        next(rows)
 
 
 @LIBTPU
