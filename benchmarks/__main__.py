@@ -24,6 +24,8 @@ from typing import Any
 
 from absl import app, flags, logging
 
+from benchmarks import interrupt
+from benchmarks.compiled import CompilerError
 from benchmarks.settings import FlagError
 
 # A command is a module with a function `main(argv) -> exit status`.
@@ -42,9 +44,11 @@ def main(argv: Sequence[str]) -> int:
         _refuse_others(module)
         _refuse_empty(module)
         return module.main(argv)
-    except FlagError as error:
+    except (FlagError, CompilerError) as error:
         print(error, file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, FlagError) else 1
+    except KeyboardInterrupt:
+        return interrupt.STATUS
 
 
 def _refuse_others(module: ModuleType) -> None:

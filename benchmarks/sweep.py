@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,13 +83,8 @@ def main(argv: Sequence[str]) -> int:
         raise FlagError(
             f"argument {argv[1]!r}", "there is no command or flag of that name", "see --help"
         )
-    try:
-        wanted = _settings()
-        screen = Screen(quiet=not devices.speaks())
-        return _run(wanted, screen)
-    except compiled.CompilerError as error:
-        print(error, file=sys.stderr)
-        return 1
+    wanted = _settings()
+    return _run(wanted, Screen(quiet=not devices.speaks()))
 
 
 def _settings() -> Settings:

@@ -6,14 +6,16 @@ import math
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import pytest
 
 from benchmarking import NOTHING_ELSE, ONE_ROW, Bench, finish, instead, start
-from benchmarks import measure
+from benchmarks import compiled, measure, readme, replay_rows
 from benchmarks.cases import CASES
+from benchmarks.compiled import CompilerError
+from benchmarks.steps import compiling
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.errors import CollectiveError
 
@@ -127,6 +129,29 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
     rows = json.loads(file.read_text())["measured"]
     assert rows and rows[0]["wrong"] == 0
     assert rows[0]["op"] in out and "--resume" in out
+
+
+@pytest.mark.parametrize(
+    "raised, status", [(CompilerError("it ended"), 1), (KeyboardInterrupt(), 130)]
+)
+@pytest.mark.parametrize("command", ["step", "readme"])
+def test_what_ends_a_command_is_no_traceback(
+    bench: Bench,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+    raised: BaseException,
+    status: int,
+) -> None:
+    def rows(_: Any) -> NoReturn:
+        raise raised
+
+    monkeypatch.setattr(readme, "STORED", tmp_path / "readme.json")
+    monkeypatch.setattr(compiled, "is_available", lambda: True)
+    monkeypatch.setattr(compiling, "rows", rows)
+    monkeypatch.setattr(replay_rows, "rows", rows)
+    done = bench(command, *(["--recompute"] if command == "readme" else []))
+    assert (done.status, done.err) == (status, "it ended\n" if status == 1 else "")
 
 
 def test_replay_models_instead_of_measuring(bench: Bench, tmp_path: Path) -> None:
