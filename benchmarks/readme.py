@@ -17,6 +17,7 @@ import inspect
 import itertools
 import math
 import operator
+import os
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
@@ -403,7 +404,8 @@ def recompute(screen: Screen) -> None:
         raise compiled.CompilerError(compiled.INSTALL)
     devices.prepare(2)
     about: dict[str, Any] = devices.environment(devices.make_mesh((2,)))
-    kept = Results(screen, about, {}, str(STORED))
+    draft = f"{STORED}.new"  # what is stored stays until all is there
+    kept = Results(screen, about, {}, draft)
     on_pods = [task for pod in PODS for task in tasks(pod)]
     kept.collect("replayed", replay_rows.rows(on_pods), len(on_pods))
     for part, pods, blocks in PARTS:
@@ -412,4 +414,5 @@ def recompute(screen: Screen) -> None:
     wanted = Settings(tuple(CASES), dtypes=(_DTYPE,), topologies=TOPOLOGIES)
     for_tpus = compiled.plan(wanted)
     kept.collect("compiled", compiled.rows(for_tpus), len(for_tpus))
+    os.replace(draft, STORED)
     screen.say(kept.verdict)

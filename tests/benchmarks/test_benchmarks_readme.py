@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 
 import benchmarking
 import pallas_collectives
-from benchmarks import readme, replay_rows, results
+from benchmarks import compiled, readme, replay_rows, results
 from benchmarks.cases import CASES, LANES
+from benchmarks.rows import Replayed
 from benchmarks.settings import FlagError
 from pallas_collectives import catalogue
 from pallas_collectives.catalogue import ALGORITHMS, COLLECTIVES
@@ -42,6 +44,23 @@ def test_a_table_out_of_date_is_told_and_mended(
     assert "no_shot" in copy.read_text()
     assert run("readme").status == 0
     assert copy.read_text() == right
+
+
+def test_what_is_stored_outlasts_a_recomputation_that_ends_early(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Path, stored: results.Saved
+) -> None:
+    run, copy = benchmarking.in_process(monkeypatch, capsys), tmp_path / "readme.json"
+    copy.write_bytes(readme.STORED.read_bytes())
+
+    def interrupted(_: Any) -> Iterator[Replayed]:
+        yield stored.parts["replayed"][0]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(readme, "STORED", copy)
+    monkeypatch.setattr(compiled, "is_available", lambda: True)
+    monkeypatch.setattr(replay_rows, "rows", interrupted)
+    assert run("readme", "--recompute").status == 130
+    assert run("readme", "--only_check").status == 0
 
 
 def test_markers_and_tables_must_fit(stored: results.Saved) -> None:
