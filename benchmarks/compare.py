@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import results, tables
 from benchmarks.results import Saved
-from benchmarks.rows import Compiled, Measured, Ran, Replayed, Row, Stepped
+from benchmarks.rows import Compiled, Measured, Ran, Replayed, Row, Stepped, Wired
 from benchmarks.settings import FlagError
 from benchmarks.tables import Screen
 
@@ -83,7 +83,8 @@ def _change(part: str, old: Row, new: Row) -> Change:
 
 
 def _figure(row: Row) -> float | None:
-    figure: float | None = getattr(row, "temp" if isinstance(row, Compiled) else "time_us")
+    """What is held against another run's; None of parts that have no such figure."""
+    figure: float | None = getattr(row, "temp" if isinstance(row, Compiled) else "time_us", None)
     return figure
 
 
@@ -93,7 +94,9 @@ def _against(old: Any, new: Any) -> str:
             if new.time_us_min > old.time_us_max:
                 return "SLOWER"
             return "faster" if new.time_us_max < old.time_us_min else ""
-        case Replayed() | Stepped():
+        case Wired() if None in (old.passes_us, new.passes_us):
+            return ""  # measured, and its spread is not kept
+        case Replayed() | Stepped() | Wired():
             words, a, b = ("faster", "SLOWER"), old.time_us, new.time_us
         case Compiled():
             if old.ops != new.ops:

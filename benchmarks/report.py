@@ -11,6 +11,7 @@ from absl import flags
 
 from benchmarks import baseline, plots, results, tables
 from benchmarks.results import Saved
+from benchmarks.rows import PARTS
 from benchmarks.settings import FlagError
 
 _OUT = flags.DEFINE_string(
@@ -21,16 +22,6 @@ _GALLERY = flags.DEFINE_bool(
     "gallery", False, "Add every kind of picture once, with what to see in it; wants --out."
 )
 
-_TITLES = {
-    "figures": "Figures of the model: assumed and measured",
-    "spaces": "Data in the memories that XLA chooses",
-    "conformance": "Conformance",
-    "soak": "Soak: mixed collectives back to back",
-    "measured": "Measured",
-    "compiled": "Compiled for TPUs that are not there",
-    "replayed": "Modelled, not measured",
-    "asked": "Barrier semaphores, and what a remote DMA and a signal reach",
-}
 _VERSIONS = ("jax", "jaxlib", "libtpu", "nccl", "nccl4py", "pallas-collectives")
 
 
@@ -74,7 +65,7 @@ def page(title: str, saved: Saved) -> str:
     lines = [f"# {title}", "", *(f"* {line}" for line in about(saved.environment)), ""]
     for part, rows in saved.parts.items():
         if rows:
-            name = _TITLES[part]
+            _, name = PARTS[part]
             if part == "measured" and saved.environment["platform"] == "simulated":
                 name = "Simulated: verified in interpret mode, not timed"
             lines += [f"## {name}", "", tables.markdown(rows)]

@@ -144,7 +144,7 @@ def load(path: str) -> Saved:
     with reading(path, "name a file that --json of this version has written"):
         content = json.loads(Path(path).read_text())
         about = content.pop("environment"), content.pop("settings")
-        kinds = {part: PARTS[part] for part in content}
+        kinds = {part: PARTS[part][0] for part in content}
         parts = {part: [kinds[part](**row) for row in rows] for part, rows in content.items()}
     return Saved(*about, parts)
 

@@ -347,19 +347,19 @@ class Asked(Row):
         return f"{self.op} {self.over}".strip()
 
 
-# Part of a run -> its records.
-PARTS: dict[str, type[Row]] = {
-    "figures": Probed,
-    "spaces": Asked,
-    "conformance": Measured,
-    "soak": Soaked,
-    "measured": Measured,
-    "wires": Wired,
-    "compiled": Compiled,
-    "steps": Stepped,
-    "ran": Ran,
-    "replayed": Replayed,
-    "small": Replayed,
-    "several": Replayed,
-    "asked": Asked,
+# Part of a run -> its records, and what a page calls them.
+PARTS: dict[str, tuple[type[Row], str]] = {
+    "figures": (Probed, "Figures of the model: assumed and measured"),
+    "spaces": (Asked, "Data in the memories that XLA chooses"),
+    "conformance": (Measured, "Conformance"),
+    "soak": (Soaked, "Soak: mixed collectives back to back"),
+    "measured": (Measured, "Measured"),
+    "wires": (Wired, "Over narrower wires: modelled on pods, measured on devices"),
+    "compiled": (Compiled, "Compiled for TPUs that are not there"),
+    "steps": (Stepped, "A model's step: modelled, not measured"),
+    "ran": (Ran, "A model's step: measured"),
+    "replayed": (Replayed, "Modelled, not measured"),
+    "small": (Replayed, "Small blocks: modelled, not measured"),
+    "several": (Replayed, "Over several axes: modelled, not measured"),
+    "asked": (Asked, "Barrier semaphores, and what a remote DMA and a signal reach"),
 }

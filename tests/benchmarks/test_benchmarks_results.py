@@ -14,7 +14,7 @@ import pytest
 from benchmarking import NOTHING_ELSE, Bench
 from benchmarks import compare, measure, plots, report, results, tables
 from benchmarks.results import Saved
-from benchmarks.rows import Compiled, Measured, Replayed, Row
+from benchmarks.rows import PARTS, Compiled, Measured, Replayed, Row, Wired
 from benchmarks.settings import FlagError
 from pallas_collectives.replay import draw
 
@@ -138,6 +138,25 @@ def test_report_says_what_results_depend_on_and_shows_every_row(
     assert status == 2 and "files of results" in err
 
 
+@pytest.mark.parametrize("part", PARTS)
+def test_every_part_is_reported_and_compared(bench: Bench, tmp_path: Path, part: str) -> None:
+    kind, title = PARTS[part]
+    given = {f.name: EXAMPLE.get(f.name, 1.0) for f in dataclasses.fields(kind)}
+    file = kept(tmp_path / "run.json", saved(kind(**given), part=part))
+    status, out, err = bench("report", file)
+    assert status == 0 and f"## {title}\n" in out, err
+    status, out, err = bench("compare", file, file)
+    assert status == 0 and "1 rows in both, 0 worse, 0 better" in out, err
+
+
+WORDS = "op algorithm type backend over topology asked ops lax_ops under machine kernel served"
+EXAMPLE: dict[str, Any] = {
+    **dict.fromkeys([*WORDS.split(), "where", "wire", "unit", "how", "answer"], "a"),
+    **dict.fromkeys(["refused", "error", "faults"], ""),
+    **{"collectives": [], "spans": [], "wrong": 0},
+}
+
+
 @pytest.mark.full
 def test_gallery_shows_every_kind_of_picture(bench: Bench, tmp_path: Path) -> None:
     status, out, err = bench("report", "--gallery", f"--out={tmp_path / 'gallery.md'}")
@@ -206,6 +225,11 @@ REPLAYED = Replayed(
     op="psum", type="float32", devices=4, machine="v5e:4x4", size=8192, count=1, time_us=10.0
 )
 
+WIRED = Wired(
+    op="psum", type="bfloat16", devices=4, where="v5e:4x4", wire="int8", size=8192,
+    time_us=10.0, passes_us=1.0,
+)  # fmt: skip
+
 
 @pytest.mark.parametrize(
     "before, after, verdict",
@@ -223,6 +247,8 @@ REPLAYED = Replayed(
         (REPLAYED, dataclasses.replace(REPLAYED, time_us=10.01), "SLOWER"),
         (REPLAYED, dataclasses.replace(REPLAYED, time_us=9.0, kernel="other"), "faster"),
         (REPLAYED, dataclasses.replace(REPLAYED, faults="deadlock"), "WRONG: deadlock"),
+        (WIRED, dataclasses.replace(WIRED, time_us=10.01), "SLOWER"),
+        (dataclasses.replace(WIRED, passes_us=None), dataclasses.replace(WIRED, time_us=99.0), ""),
         (COMPILED, dataclasses.replace(COMPILED, temp=101), "LARGER"),
         (COMPILED, dataclasses.replace(COMPILED, temp=99, algorithm="ring"), "smaller"),
         (COMPILED, dataclasses.replace(COMPILED, ops="copy"), "OTHER PROGRAM: kernel -> copy"),
