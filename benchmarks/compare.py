@@ -14,7 +14,8 @@ from benchmarks.rows import Compiled, Measured, Ran, Replayed, Row, Stepped, Wir
 from benchmarks.settings import FlagError
 from benchmarks.tables import Screen
 
-_SAME = ("chip", "platform", "devices", "mesh")  # what must not differ, or nothing can be compared
+# What must not differ, or nothing can be compared.
+_SAME = ("chip", "platform", "devices", "mesh", "axes", "chain")
 _ROUNDING = 1e-9
 
 
@@ -47,10 +48,12 @@ def main(argv: Sequence[str]) -> int:
         raise FlagError("compare", "it needs two files of results", "write compare A.json B.json")
     before, after = map(results.load, argv[1:])
     for name in _SAME:
-        if before.environment[name] != after.environment[name]:
-            values = f"{before.environment[name]} and {after.environment[name]}"
-            rule = f"their {name} differs: {values}"
-            raise FlagError(" and ".join(argv[1:]), rule, "compare runs on the same devices")
+        a, b = ((of.environment | of.settings).get(name) for of in (before, after))
+        if a != b:
+            rule = f"their {name} differs: {a} and {b}"
+            raise FlagError(
+                " and ".join(argv[1:]), rule, "compare runs of the same devices, axes and clock"
+            )
     changes = list(compare(before, after))
     if not changes:
         rule = "the two have no row in common"

@@ -98,7 +98,8 @@ def saved(*rows: Row, part: str = "measured", **environment: Any) -> Saved:
 
 def kept(path: Path, of: Saved) -> str:
     parts = {part: [dataclasses.asdict(row) for row in rows] for part, rows in of.parts.items()}
-    path.write_text(json.dumps({"environment": of.environment, "settings": {}, **parts}))
+    about = {"environment": of.environment, "settings": of.settings}
+    path.write_text(json.dumps({**about, **parts}))
     return str(path)
 
 
@@ -280,6 +281,9 @@ def test_compare_fails_on_a_regression_and_refuses_other_devices(
     other = kept(tmp_path / "c.json", saved(measured(8192, 10.0), chip="TPU v4"))
     status, _, err = bench("compare", a, other)
     assert status == 2 and "chip differs" in err
+    alike = dataclasses.replace(saved(measured(8192, 10.0)), settings={"chain": False})
+    status, _, err = bench("compare", a, kept(tmp_path / "e.json", alike))
+    assert status == 2 and "chain differs: None and False" in err
     none = kept(tmp_path / "d.json", saved(measured(2048, 10.0)))
     status, _, err = bench("compare", a, none)
     assert status == 2 and "no row in common" in err
