@@ -1,6 +1,6 @@
 """The bandwidth of a device's wires: what bus bandwidth is held against."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -18,10 +18,12 @@ _NVLINK = {
 
 
 def of_group(mesh: Mesh, axes: tuple[str, ...]) -> float | None:
-    """GB/s one way that each device's wires to others of its group carry; None if not known.
+    """GB/s that the bus bandwidth of a group cannot exceed; None if not known.
 
-    On a TPU: the links along the torus axes on which the group lies, one where it has two chips on
-    such an axis and two where it has more, shared by the devices of a chip.
+    On a GPU: its NVLinks, one way. On a TPU: a chip's links along the torus axes on which the group
+    lies, one where it has two chips on such an axis and two where it has more. Devices of a chip
+    that are in groups of their own share them. Of one group they need not: what comes over a link
+    once is for both, and what one has from the other is on no link.
     """
     others = [i for i, name in enumerate(mesh.axis_names) if name not in axes]
     group = mesh.devices.transpose(*others, *map(mesh.axis_names.index, axes))
@@ -30,7 +32,7 @@ def of_group(mesh: Mesh, axes: tuple[str, ...]) -> float | None:
         hosts = {_domain(device) for device in members}
         return nvlink(members[0].device_kind) if len(hosts) == 1 else None
     chip = chips.listed(members[0].device_kind)
-    return chip.link_bandwidth / 1e9 * _links(members) if chip else None
+    return chip.link_bandwidth / 1e9 * _links(members, mesh.devices.flat) if chip else None
 
 
 def nvlink(kind: str) -> float | None:
@@ -46,9 +48,11 @@ def _domain(device: Any) -> Any:
     return f"process {device.process_index}" if host is None else host
 
 
-def _links(members: Sequence[Any]) -> float:
-    """ICI links of each device of the group that lead to others of it."""
+def _links(members: Sequence[Any], devices: Iterable[Any]) -> float:
+    """ICI links that lead from a device of the group to others of it; 0 for a group on one chip."""
     there = {tuple(device.coords) for device in members}
     extents = [len(set(along)) for along in zip(*there, strict=True)]
     links = sum(min(extent - 1, 2) for extent in extents)
-    return links * len(there) / len(members)
+    groups = sum(tuple(device.coords) in there for device in devices) / len(members)
+    on_links = (1 - 1 / len(there)) / (1 - 1 / len(members)) if links else 1.0
+    return links / groups / on_links

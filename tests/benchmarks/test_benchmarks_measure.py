@@ -1,6 +1,7 @@
 """What `python -m benchmarks` measures: operands, results, times, and what they are held to."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -14,12 +15,14 @@ import pytest
 
 import harness
 from benchmarking import NOTHING_ELSE, ONE_ROW, Bench, instead
-from benchmarks import devices, measure, peaks, problem, timing
+from benchmarks import devices, measure, peaks, problem, replay_rows, timing
 from benchmarks.cases import CASES, LANES, Case, layouts
 from benchmarks.rows import Measured
 from benchmarks.settings import FlagError, Settings
 from held_clock import HeldClock
 from pallas_collectives.catalogue import ALGORITHMS
+from pallas_collectives.replay import Machine, bound
+from pallas_collectives.topology import chips
 
 
 def test_plan_runs_each_algorithm_for_pallas_and_others_once() -> None:
@@ -167,7 +170,8 @@ def test_time_within_the_noise_of_dispatch_is_none(
         ("TPU v5 lite", [(x, 0, 0) for x in range(2)], 1, 45),  # one link between two
         ("TPU v5p", [(x, y, z) for x in range(4) for y in range(4) for z in range(4)], 1, 540),
         ("TPU v6e", [(x, y, 0) for x in range(4) for y in range(2)], 1, 270),
-        ("TPU7x", [(x, 0, 0) for x in range(4)], 2, 100),  # two devices share a chip's links
+        ("TPU7x", [(x, 0, 0) for x in range(4)], 2, 200 * (7 / 8) / (3 / 4)),
+        ("TPU7x", [(0, 0, 0)], 2, 0),  # two devices of one chip need no link
         ("TPU v99", [(0, 0, 0), (1, 0, 0)], 1, None),
     ],
 )
@@ -180,7 +184,27 @@ def test_peak_is_that_of_the_links_within_a_group(
         for _ in range(devices_each)
     ]
     on = SimpleNamespace(axis_names=("x",), devices=np.array(made, object))
-    assert peaks.of_group(on, ("x",)) == gbps  # type: ignore[arg-type]
+    assert peaks.of_group(on, ("x",)) == pytest.approx(gbps)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("pod", ["v5e:4x4", "v5p:2x2x1", "v6e:16x16", "7x:2x2x1", "7x:4x4x4"])
+def test_no_schedule_has_a_bus_bandwidth_above_the_peak(pod: str) -> None:
+    machine = Machine.named(pod)
+    sizes = replay_rows.mesh_axes(machine)
+    places = np.ndindex(*machine.shape, machine.generation.devices_per_chip)
+    kind = chips.BY_NAME[machine.generation.name].device_kind
+    made = [SimpleNamespace(device_kind=kind, platform="tpu", coords=at[:-1]) for at in places]
+    grid = np.array(made, object).reshape(tuple(sizes.values()))
+    on = SimpleNamespace(axis_names=tuple(sizes), devices=grid)
+    for count in range(1, 1 + len(sizes)):
+        for axes in itertools.combinations(sizes, count):
+            peak = peaks.of_group(on, axes)  # type: ignore[arg-type]
+            for case in (case for case in CASES if case.rows_sent is None and peak):
+                task = replay_rows.Task(machine, case, "float32", 1 << 30, None, axes)
+                groups = replay_rows._groups(task, sizes)
+                n = groups.shape[1]
+                least = bound(case.op, machine, groups, (1 << 30) / n).wire
+                assert (1 << 30) / least / 1e9 * case.busbw(n) <= 1.0001 * (peak or 0), (axes, case)
 
 
 def test_peak_of_a_gpu_is_its_nvlinks_on_one_host() -> None:
