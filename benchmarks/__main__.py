@@ -27,6 +27,7 @@ from absl import app, flags, logging
 from benchmarks import interrupt
 from benchmarks.compiled import CompilerError
 from benchmarks.settings import FlagError
+from pallas_collectives.errors import CollectiveError
 
 # A command is a module with a function `main(argv) -> exit status`.
 COMMANDS = (
@@ -44,9 +45,9 @@ def main(argv: Sequence[str]) -> int:
         _refuse_others(module)
         _refuse_empty(module)
         return module.main(argv)
-    except (FlagError, CompilerError) as error:
+    except (CollectiveError, CompilerError) as error:
         print(error, file=sys.stderr)
-        return 2 if isinstance(error, FlagError) else 1
+        return 2 if isinstance(error, CollectiveError) else 1
     except KeyboardInterrupt:
         return interrupt.STATUS
 

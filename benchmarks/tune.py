@@ -319,6 +319,9 @@ def _measure(out: Path | None, iters: int) -> int:
             f"the modelled table that comes with it, {tables.MODELLED}; --model makes it anew."
         )
         return 1
+    if jax.device_count() < 2:
+        rule = "it times collectives, and JAX finds one device"
+        raise FlagError("tune", rule, "run it where there are several")
     rows: list[tuple[Measured, str]] = []
     mesh = devices.make_mesh((1, len(jax.devices())))
     for n in group_sizes(mesh.size):

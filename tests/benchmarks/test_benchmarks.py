@@ -132,7 +132,12 @@ def test_interrupt_keeps_what_was_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "raised, status", [(CompilerError("it ended"), 1), (KeyboardInterrupt(), 130)]
+    "raised, status, said",
+    [
+        (CompilerError("it ended"), 1, "it ended\n"),
+        (CollectiveError("a", "it must be two", "add b"), 2, "a: it must be two; add b.\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
 )
 @pytest.mark.parametrize("command", ["step", "readme"])
 def test_what_ends_a_command_is_no_traceback(
@@ -142,6 +147,7 @@ def test_what_ends_a_command_is_no_traceback(
     command: str,
     raised: BaseException,
     status: int,
+    said: str,
 ) -> None:
     def rows(_: Any) -> NoReturn:
         raise raised
@@ -151,7 +157,7 @@ def test_what_ends_a_command_is_no_traceback(
     monkeypatch.setattr(compiling, "rows", rows)
     monkeypatch.setattr(replay_rows, "rows", rows)
     done = bench(command, *(["--recompute"] if command == "readme" else []))
-    assert (done.status, done.err) == (status, "it ended\n" if status == 1 else "")
+    assert (done.status, done.err) == (status, said)
 
 
 def test_replay_models_instead_of_measuring(bench: Bench, tmp_path: Path) -> None:

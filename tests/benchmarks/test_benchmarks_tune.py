@@ -34,6 +34,18 @@ def test_without_tpus_and_gpus_nothing_is_measured(
     assert not out.exists()
 
 
+def test_one_device_makes_no_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(devices, "prepare", lambda n: None)
+    monkeypatch.setattr(devices, "kind", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    out = tmp_path / "table.json"
+    assert tune.main(["--out", str(out)]) == 2
+    assert "JAX finds one device" in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
