@@ -40,7 +40,7 @@ from absl import flags
 from jax.sharding import PartitionSpec
 
 import pallas_collectives
-from benchmarks import devices, experts_gpu, settings
+from benchmarks import devices, experts_gpu, settings, timing
 from benchmarks.replay_rows import mesh_axes
 from benchmarks.settings import FlagError
 from pallas_collectives.backends import choice
@@ -51,6 +51,7 @@ from pallas_collectives.moe.wire import Sizes, Wire
 from pallas_collectives.replay import Machine, MachineError, Report, bound, replay
 from pallas_collectives.replay.bound import Bound
 
+flags.adopt_module_key_flags(timing)  # on GPUs
 _EXACT = 16  # devices up to which every moment is told from the next
 _MOST_CHOICES = 1 << 24  # tokens of a device, times experts: what a routing draws
 _PODS = flags.DEFINE_list(
@@ -77,14 +78,17 @@ def main(argv: Sequence[str]) -> int:
     tokens = [settings.parse_count(text, "--tokens", most) for text in _TOKENS.value]
     devices.prepare(8)
     if devices.kind() == "gpu":
-        if _EXPERTS.value % jax.device_count():
-            rule = f"it must be a multiple of the {jax.device_count()} GPUs"
+        n, each = jax.device_count(), (_EXPERTS.value, _CHOICES.value)
+        if _EXPERTS.value % n:
+            rule = f"it must be a multiple of the {n} GPUs"
             raise FlagError(f"--experts={_EXPERTS.value}", rule, "write such a number")
-        problem = experts_gpu.Problem(tokens[0], _WIDTH.value, _EXPERTS.value, _CHOICES.value)
-        rng, sizes = np.random.default_rng(0), (problem.tokens, problem.experts, problem.choices)
-        routing = [balanced(rng, *sizes) for _ in range(jax.device_count())]
-        experts_gpu.run(problem, np.array(routing))
+        for count in tokens:
+            problem = experts_gpu.Problem(count, _WIDTH.value, *each)
+            experts_gpu.run(problem, choices("balanced", n, count, *each))
         return 0
+    if _WIDTH.value % 128:
+        rule = "kernels move rows of 128 elements, and others would be modelled as narrower"
+        raise FlagError(f"--width={_WIDTH.value}", rule, "write a multiple of 128")
     machines = [_machine(pod) for pod in _PODS.value]
     print(
         f"Modelled, not measured: {_WIDTH.value} elements of bfloat16 a token, {_CHOICES.value} of"

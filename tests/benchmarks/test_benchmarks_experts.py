@@ -125,6 +125,19 @@ def test_what_it_prints(
         ("--routings=even", "the routings are"),
         ("--expert_pods=v6e", "write it like v5e:16"),
         ("--experts=10", "a multiple of the 4 devices"),
+        ("--width=200", "a multiple of 128"),  # the kernels would be modelled 128 wide
     ]:
         done = bench("experts", *few, "--expert_pods=v6e:4", wrong)
         assert done.status == 2 and said in done.err
+
+
+def test_on_gpus_all_named_tokens_are_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[tuple[int, ...]] = []
+    monkeypatch.setattr(experts_gpu, "run", lambda problem, chosen: ran.append(chosen.shape))
+    monkeypatch.setattr(experts.devices, "kind", lambda: "gpu")
+    bench = benchmarking.in_process(monkeypatch, capsys)
+    done = bench("experts", "--tokens=16,8", "--experts=16", "--choices=2", "--iters=7")
+    assert done.status == 0, done.err
+    assert ran == [(8, 16, 2), (8, 8, 2)]
