@@ -298,8 +298,9 @@ def named(name: str) -> Callable[[int, Form], Program]:
     module, _, function = name.partition(":")
     try:
         found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as error:
-        rule = f"it must be one of {', '.join(BUILT_IN)}, or package.module:function ({error})"
+    except Exception as error:  # whatever a module raises while it is imported
+        said = f"{type(error).__name__}: {error}"
+        rule = f"it must be one of {', '.join(BUILT_IN)}, or package.module:function ({said})"
         raise FlagError(f"--program={name}", rule, "name one that can be imported") from None
     rule = f"it must take (devices, form) and return a {__name__}.Program"
     try:

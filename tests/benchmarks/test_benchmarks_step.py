@@ -163,6 +163,8 @@ def test_a_program_says_for_how_many_devices_it_is() -> None:
         (["--under=ours"], "it must be one of lax, override"),
         (["--program=os:getcwd"], "(devices, form) and return a benchmarks.steps.programs.Program"),
         (["--program=os:sep"], "it must take (devices, form)"),
+        (["--program=..steps:f"], "or package.module:function (TypeError: "),
+        (["--program=test_benchmarks_step_packing.:f"], "(ModuleNotFoundError: "),
     ],
 )
 def test_flags_are_checked(bench: Bench, flags: list[str], message: str) -> None:
