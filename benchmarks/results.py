@@ -17,6 +17,8 @@ from benchmarks.tables import Screen
 # Of the environment: what may differ between a run and the one that goes on with it.
 _MAY_DIFFER = {"command", "host_cpus"}
 
+_IN_CSV = ("measured", "wires", "replayed")  # the first of these that a run has
+
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
@@ -131,7 +133,8 @@ class Results:
             }
             text = json.dumps({**self._about, **parts}, indent=1)
             write(self._json_file, lambda file: file.write(text + "\n"))
-        if self._csv_file and (rows := self.parts.get("measured") or self.parts.get("replayed")):
+        rows = next((self.parts[part] for part in _IN_CSV if self.parts.get(part)), None)
+        if self._csv_file and rows:
             write(self._csv_file, lambda file: _write_csv(file, rows))
 
 

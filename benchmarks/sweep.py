@@ -47,7 +47,7 @@ _ALL = flags.DEFINE_bool(
     "all", False, "Where TPUs are simulated: larger sizes as well, and every TPU to compile for."
 )
 _JSON = flags.DEFINE_string("json", "", "File for the results, kept up to date while they come.")
-_CSV = flags.DEFINE_string("csv", "", "File for what was measured, likewise.")
+_CSV = flags.DEFINE_string("csv", "", "File for what was measured, or replayed, likewise.")
 _PLOT = flags.DEFINE_string(
     "plot", "", "PNG for bandwidth and time against size; with --wire for error against time."
 )
@@ -59,6 +59,7 @@ _WIRE = flags.DEFINE_list(
 )
 _RESUME = flags.DEFINE_bool("resume", False, "Keep the rows that --json's file has, and go on.")
 
+_NOT_OVER_WIRES = ("algorithm", "check", "chain", "trace", "compile_for")
 _FEW_TO_COMPILE_FOR = ["v5e:2x4", "v5p:2x2x2"]
 _TO_COMPILE_FOR = ["v4:2x2x1", *_FEW_TO_COMPILE_FOR, "v6e:2x4", "tpu7x:2x2x1"]
 _SIZES = {
@@ -105,6 +106,10 @@ def _settings() -> Settings:
     wanted = selection.chosen(sizes, pods, ("bfloat16",) if _WIRE.value else ("float32",))
     narrow = settings.check_wires(_WIRE.value, wanted.dtypes)
     simulated = devices.kind() == "simulated" and not pods
+    for name in _NOT_OVER_WIRES if _WIRE.value else ():
+        if flags.FLAGS[name].value not in ([], flags.FLAGS[name].default):
+            rule = "rows over wires are those of the library's choice, checked and in chains"
+            raise FlagError(f"--{name} with --wire", rule, "leave one of them out")
     if _ALL.value and not simulated:
         raise FlagError("--all", "elsewhere than on simulated devices all is run", "leave it out")
     by_default = _FEW_TO_COMPILE_FOR if simulated and not _ALL.value else _TO_COMPILE_FOR

@@ -109,6 +109,8 @@ def test_argument_that_is_no_flag(bench: Bench) -> None:
         ),
         (("--backend=xla", "--replay=v5e:4x4"), "--backend=xla: only kernels can be replayed"),
         (("certify", "--out=a"), "--out: this command has no such flag"),
+        (("--wire=int8", "--algorithm=line"), "--algorithm with --wire"),
+        (("--wire=int8", "--nocheck"), "--check with --wire"),
         (("--replay=v5e:4x4", "--mesh=4"), "--mesh: a replay runs on no device"),
         (("--replay=v5e:4x4", "--compile_for=v5e:2x4"), "--compile_for: a replay compiles nothing"),
         (("--replay=v5e:1000x1000",), "v5e (2 torus axes, 256 chips at the most)"),

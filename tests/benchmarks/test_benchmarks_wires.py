@@ -1,5 +1,6 @@
 """`--wire`: time beside error, modelled and on the devices there are."""
 
+import csv
 import dataclasses
 from pathlib import Path
 
@@ -103,7 +104,10 @@ def test_a_picture_without_points_is_told_of(bench: Bench, tmp_path: Path) -> No
     """A wire is refused for so few bytes, so nothing has a time in percent of another."""
     picture = tmp_path / "wires.png"
     asked = ("--wire=int8", "--replay=v5e:4x4", "--collective=psum", "--sizes=1K")
-    _, out, _ = bench(*asked, f"--plot={picture}")
+    _, out, _ = bench(*asked, f"--plot={picture}", f"--csv={tmp_path / 'wires.csv'}")
+    assert [row["wire"] for row in csv.DictReader((tmp_path / "wires.csv").open())] == [
+        *("none", "int8"),
+    ]
     assert f"No row has a time, so {picture} is not drawn." in out and not picture.exists()
 
 
