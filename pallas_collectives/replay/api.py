@@ -106,7 +106,7 @@ def replay(
     if not races:
         return report(engine, faults, None, "races=True does")
     order = Order(program)  # of all devices: those with equal times need not know the same
-    faults += rules.find_early(order)
+    faults += rules.find_early(order) + rules.find_kept(order)
     return report(engine, faults, find_races(order))
 
 

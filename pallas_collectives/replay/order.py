@@ -229,13 +229,27 @@ class Order:
         could = arrivals.possible(wait, self.clocks)
         return [arrivals.events[i] for i in could], int(arrivals.values[could].sum())
 
+    def left_over(self, event: Event, semaphore: int) -> str:
+        """The line that can add to a semaphore of an event's device by then what is taken only
+        later; "" if each comes in time.
+        """
+        key = (event.device, semaphore)
+        arrivals, waits = self.arrivals.get(key), self.waits.get(key, [])
+        if arrivals is None:
+            return ""
+        taken = [0, *(_after(wait) for wait in waits if wait.count < event.count)][-1]
+        if arrivals.sums[-1] > (_after(waits[-1]) if waits else 0):
+            return ""  # not 0 at the program's end either
+        could = arrivals.possible(event, self.clocks)
+        if arrivals.values[could].sum() <= taken:
+            return ""
+        early = [i for i in could if self.possible(event, arrivals.events[i])]
+        over = arrivals.values[early].sum() > taken
+        return arrivals.events[early[-1]].column.source.line if over else ""
+
     def _take(self, wait: Event) -> None:
         waits = self.waits[wait.device, at(wait.column.sem, wait.position)]
-        before = 0
-        if waits:
-            last = waits[-1]
-            before = last.taken - (last.value if last.column.keeps else 0)
-        wait.taken = before + wait.value
+        wait.taken = (_after(waits[-1]) if waits else 0) + wait.value
         waits.append(wait)
 
     def _order_events(self) -> None:
@@ -262,6 +276,11 @@ class Order:
                             self.arrivals[key].forget()
             if not changed:
                 return
+
+
+def _after(wait: Event) -> int:
+    """What has been taken from a wait's semaphore once it is over."""
+    return wait.taken - (wait.value if wait.column.keeps else 0)
 
 
 @dataclasses.dataclass

@@ -103,6 +103,12 @@ class Unscope(Instruction):
     own: list[Buffer]
     others: list[Buffer]
 
+    @property
+    def memory(self) -> list[Buffer]:
+        """What may be somebody else's from here on, or was until here."""
+        spaces = {buffer.space for buffer in self.own}
+        return [*self.own, *(buffer for buffer in self.others if buffer.space in spaces)]
+
 
 @dataclasses.dataclass
 class Read(Instruction):

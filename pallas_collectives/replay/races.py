@@ -118,8 +118,9 @@ def _uses(order: Order) -> Iterator[tuple[tuple[int, int], _Use]]:
                 if home(d, buffer) == d:
                     yield (d, buffer.id), _Use(event, whole(buffer), True, None)
         elif isinstance(column, Unscope):
-            for buffer in (*column.own, *column.others):
-                yield (home(d, buffer), buffer.id), _Use(event, whole(buffer), True, None)
+            for buffer in column.memory:
+                if buffer.space != "semaphore_mem":  # see `rules.find_kept`
+                    yield (home(d, buffer), buffer.id), _Use(event, whole(buffer), True, None)
         elif isinstance(column, Access):
             buffer, box = column.view.buffer, box_of(column.view, position)
             yield (home(d, buffer), buffer.id), _Use(event, box, column.writes, None)

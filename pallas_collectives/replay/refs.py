@@ -8,6 +8,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from pallas_collectives.replay import jaxprs, names
+from pallas_collectives.replay.memory import LIMITED
 from pallas_collectives.replay.program import Unscope, barrier_name
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN
@@ -30,7 +31,7 @@ def run_scoped(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int])
         kernel, held = stepper.kernel, [v.buffer for v in views]
         kernel.held.take(held, stepper.source(eqn).line)
         around, kernel.scopes = kernel.scopes, (*kernel.scopes, id(eqn))
-        own, scopes = [b for b in held if b.space == "vmem"], kernel.scopes
+        own, scopes = [b for b in held if b.space in LIMITED], kernel.scopes
         for left, others in kernel.left.items():
             if left[: len(scopes)] != scopes:  # not one within this
                 others += [buffer for buffer in own if buffer not in others]

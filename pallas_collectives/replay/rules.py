@@ -2,6 +2,7 @@
 
 * reach: copies and signals to devices that the chip does not route to;
 * memory: more VMEM, SMEM or semaphores at a time than the chip has;
+* leftover: a semaphore that is not 0 when its scope within a kernel ends;
 * entry: a copy or signal to another device's memory or semaphores that it may not have yet;
 * barrier: a barrier semaphore that a kernel does not leave as it found it, or has no id for.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,7 +20,16 @@ import numpy as np
 
 from pallas_collectives.replay import reasons
 from pallas_collectives.replay.order import Event, Order
-from pallas_collectives.replay.program import Enter, Program, Signal, Start, Wait, at, barrier_name
+from pallas_collectives.replay.program import (
+    Enter,
+    Program,
+    Signal,
+    Start,
+    Unscope,
+    Wait,
+    at,
+    barrier_name,
+)
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.placement import Places
 from pallas_collectives.topology.reach import reaches
@@ -29,7 +40,7 @@ class Fault:
     """Something that a kernel does and the hardware forbids.
 
     Attributes:
-      name: the name of the rule: 'reach', 'memory', 'entry' or 'barrier'.
+      name: the name of the rule: 'reach', 'memory', 'leftover', 'entry' or 'barrier'.
       kernel: its name.
       line: `file:line (function)` of the instruction, or of the kernel's call.
       device: where it happens, a position in the mesh; the first, if there are several.
@@ -268,6 +279,37 @@ def _early(order: Order) -> Iterator[Fault]:
         ):
             continue
         yield _too_early(order, event, semaphore.name, "a copy" if is_copy else "a signal", told)
+
+
+def find_kept(order: Order) -> list[Fault]:
+    """Semaphores that may not be 0 when a scope ends that has them, or may share them."""
+    return _one_per_line(_kept(order)) if order.finished else []
+
+
+def _kept(order: Order) -> Iterator[Fault]:
+    for event in order.events:
+        held = event.column.memory if isinstance(event.column, Unscope) else ()
+        for buffer in held:
+            size = math.prod(buffer.shape) if buffer.space == "semaphore_mem" else 0
+            for number in range(buffer.id, buffer.id + size):
+                if line := order.left_over(event, number):
+                    yield _not_zero(order.program.semaphores[number].name, line, event)
+
+
+def _not_zero(semaphore: str, line: str, event: Event) -> Fault:
+    source = event.column.source
+    return Fault(
+        "leftover",
+        source.kernel,
+        source.line,
+        event.device,
+        event.count,
+        f"{semaphore} of device {event.device} can hold what is added at {line} when the scope "
+        f"of {event.column.own[0].name} ends",
+        "a scope's semaphores must be 0 then: they may be those of scopes before and after it",
+        "wait in its own scope for what is added, and add it there only, or let the semaphore be "
+        "one of the kernel's scratch_shapes",
+    )
 
 
 def _too_early(

@@ -28,7 +28,8 @@ The model assumes of the hardware no more than this:
 * a semaphore only counts: a wait says how much has come, not from whom, nor which bytes;
 * a kernel's memory and semaphores are somebody else's before it is entered and after it is left;
   barrier semaphores are there at all times;
-* a scope's memory (`pl.run_scoped`) may be that of scopes before and after it, within a kernel;
+* a scope's memory and semaphores (`pl.run_scoped`) may be those of scopes before and after it,
+  within a kernel;
 * a kernel that communicates, takes no barrier semaphore and has no collective id is entered by all
   devices at once: the compiler puts a barrier before it, unless `skip_device_barrier` says not to;
 * the cores of a chip enter a kernel on a mesh of cores together, and leave it together.
@@ -40,8 +41,9 @@ kernel can have run for years and be found faulty here; it is then safe by luck,
 of the chips that it was run on.
 
 What it does not see: values (whether the right blocks are added), the order of a core's own vector
-loads and stores, other programs on the chip, and faults in code that depends on the contents of
-arrays which were given by shape only.
+loads and stores, other programs on the chip, faults in code that depends on the contents of arrays
+which were given by shape only, and a chip's second core: v4 and v5p may split a grid's "parallel"
+dimension over two, and here one core steps all of it, in order.
 """
 
 from __future__ import annotations

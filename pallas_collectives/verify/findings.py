@@ -24,7 +24,7 @@ RULES = {
     "race": "two accesses of the same memory, one of them a write, that nothing orders",
     "early-read": "memory is read that a copy under way may still be writing",
     "entry": "a copy or signal to a device that may not have entered the kernel, or has left it",
-    "leftover": "a semaphore is not 0 when its kernel ends",
+    "leftover": "a semaphore is not 0 when its kernel, or its scope, ends",
     "bytes": "a wait is for other bytes than copies bring to its semaphore",
     "barrier": "signals to a barrier semaphore and waits there that do not add up, or have no id",
     "reach": "a copy or signal to a device that the chip does not route to",

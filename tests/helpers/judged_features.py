@@ -328,13 +328,20 @@ case("a split pair, read in between", lambda x, n: _split(x, n, kept=False), "ra
 
 
 def _scopes(
-    x: Any, n: int, *, at: str = "in it", to: str = "o", early: bool = False, nested: bool = False
+    x: Any,
+    n: int,
+    *,
+    at: str = "in it",
+    to: str = "o",
+    early: bool = False,
+    nested: bool = False,
+    space: Any = pltpu.VMEM,
 ) -> Any:
     """Two scopes in turn, twice: the second sends from or to its memory, and waits in or after it.
 
     `early`: the barrier is before the first; `nested`: the first is in the second.
     """
-    scope = pltpu.VMEM(x.shape, x.dtype)
+    scope = space(x.shape, x.dtype)
 
     def kernel(x_ref: Any, o_ref: Any, kept: Any, send: Any, recv: Any) -> None:
         _, right, left = neighbours(n)
@@ -368,7 +375,7 @@ def _scopes(
 
         lax.fori_loop(0, 2, turn, 0)
 
-    return launch(kernel, x, scope, DMA, DMA)
+    return launch(kernel, x, pltpu.VMEM(x.shape, x.dtype), DMA, DMA)
 
 
 def _scoped(name: str, *finds: str, **how: Any) -> None:
@@ -381,6 +388,50 @@ _scoped("from a scope around another", nested=True)
 _scoped("into a scope", to="scope")
 _scoped("into a scope, awaited after it", "race", to="scope", at="after")
 _scoped("into a scope that is another's as yet", "race", to="scope", early=True)
+
+_scoped("from a scope of SMEM", space=pltpu.SMEM)
+_scoped("from a scope of SMEM, awaited after it", "race", at="after", space=pltpu.SMEM)
+
+
+def _signalled_scopes(x: Any, n: int, *, told: bool = True, late: bool = False) -> Any:
+    """Two turns with a semaphore each, which the left neighbour signals.
+
+    `told`: all have done with a turn before the next; `late`: the second waits for both signals.
+    """
+
+    def kernel(x_ref: Any, o_ref: Any) -> None:
+        _, right, left = neighbours(n)
+
+        def turn(i: Any, _: Any) -> Any:
+            def inside(sem: Any) -> None:
+                pl.semaphore_signal(sem, 1, device_id={"x": right})
+                if not late:
+                    pl.semaphore_wait(sem, 1)
+
+                @pl.when(late & (i == 1))
+                def _() -> None:
+                    pl.semaphore_wait(sem, 2)
+
+            pl.when(told | (i == 0))(lambda: barrier(left, right))
+            pl.run_scoped(inside, pltpu.SemaphoreType.REGULAR)
+            return _
+
+        lax.fori_loop(0, 2, turn, 0)
+
+    return launch(kernel, x)
+
+
+case("signals in a scope", _signalled_scopes)
+case(
+    "signals in a scope, taken in the next",
+    lambda x, n: _signalled_scopes(x, n, late=True),
+    "leftover",
+)
+case(
+    "signals in a scope of the next turn",
+    lambda x, n: _signalled_scopes(x, n, told=False),
+    "leftover",
+)
 
 
 # Reshaped refs ------------------------------------------------------------------------------------
