@@ -48,7 +48,7 @@ def gather_and_consume(
         in any order.
       axis_name: mesh axis, or tuple of axes, of n devices together.
       out: `jax.ShapeDtypeStruct` of the result for one device's rows, (rows, any columns), or a
-        list or tuple of several; whole tiles like x's.
+        pytree of several, whose tiles come in its order; whole tiles like x's.
       operands: arrays of two dimensions or more that stay whole in VMEM, such as scales or weights.
       tile: rows of a tile, a divisor of rows and whole tiles; None for as many as fit.
       return_gathered: return the gathered x as well.
@@ -76,8 +76,7 @@ def gather_and_consume(
     """
     name, interpret = "gather_and_consume", _interpret(axis_name)
     x, *kept = (_operand(a, name) for a in (x_shard, *operands))
-    several = isinstance(out, list | tuple)
-    outs = list(out) if several else [out]
+    outs, structure = jax.tree.flatten(out)
     _check_tiles(x, kept, outs, tile)
     if any(len(o.shape) != 2 or o.shape[0] != x.shape[0] for o in outs):
         shapes = ", ".join(str(o.shape) for o in outs)
@@ -95,7 +94,7 @@ def gather_and_consume(
         interpret=interpret,
     )
     gathered, results = _varying((gathered, results), axis_name)
-    result = type(out)(results) if several else results[0]
+    result = jax.tree.unflatten(structure, results)
     return (result, gathered) if return_gathered else result
 
 

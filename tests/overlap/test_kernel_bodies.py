@@ -1,7 +1,7 @@
 """Kernel bodies inside a collective, as users write them: values, errors, what they refuse."""
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,11 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives import errors
 from products import N, gathered, per_device, scattered
+
+
+class _Rows(NamedTuple):
+    scaled: Any
+    squares: Any
 
 
 def test_gather_and_consume_with_a_kernel_body() -> None:
@@ -25,7 +30,7 @@ def test_gather_and_consume_with_a_kernel_body() -> None:
         squares[...] = jnp.broadcast_to((wide * wide).sum(axis=1, keepdims=True), squares.shape)
 
     def run(x: jax.Array, scale: jax.Array) -> Any:
-        outs = (jax.ShapeDtypeStruct((64, 128), jnp.float32),) * 2
+        outs = _Rows(*[jax.ShapeDtypeStruct((64, 128), jnp.float32)] * 2)
         options: dict[str, Any] = {"out": outs, "operands": [scale], "return_gathered": True}
         return pc.gather_and_consume(x, body, "x", tile=16, **options)
 
