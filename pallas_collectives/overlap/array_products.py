@@ -1,6 +1,7 @@
 """Products with their collective as pipelines of permutes and XLA's products.
 
-See `array_pipelines`.
+See `array_pipelines`. Operands fit: `products` has checked them, and `fusion.decide` that products
+of the axis are blocks of the result.
 """
 
 from collections.abc import Callable
@@ -8,12 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_collectives import validation
 from pallas_collectives.annotations import DTypeLike
-from pallas_collectives.errors import CollectiveError, DtypeError
 from pallas_collectives.overlap.array_pipelines import (
     pipelined_all_gather_and_consume,
     pipelined_produce_and_all_to_all,
@@ -49,20 +48,8 @@ def pipelined_all_gather_matmul(
 
     A weight's gradient is added up shard by shard, in float32 if the weight is narrower.
 
-    Raises:
-      CollectiveError: operands of other ranks or sizes, or a gather_axis that is contracted.
-      Besides what `pipelined_all_gather_and_consume` raises.
+    Raises what `pipelined_all_gather_and_consume` raises.
     """
-    for w, where in validation.leaves(ws):
-        _check_product(x_shard, w, where)
-    axis = _dimension("gather_axis", gather_axis, x_shard.ndim)
-    if axis == x_shard.ndim - 1:
-        raise CollectiveError(
-            f"gather_axis={gather_axis} of x_shard{x_shard.shape}",
-            "a product of shards along the contracted dimension is no block of the result",
-            "gather another dimension, or gather first and then multiply",
-        )
-
     uses = jax.tree.map(_used_often, ws)
 
     def consume(block: jax.Array, _: jax.Array) -> Any:
@@ -76,7 +63,7 @@ def pipelined_all_gather_matmul(
         x_shard,
         consume,
         axis_name,
-        axis=axis,
+        axis=gather_axis,
         tiled=True,
         bidirectional=bidirectional,
         backend=backend,
@@ -112,35 +99,14 @@ def pipelined_matmul_reduce_scatter(
     Products of floats are added in float32, and sums are rounded once per hop to the result's
     dtype, or with `precise` once at the end.
 
-    Raises:
-      CollectiveError: operands of other ranks or sizes, a scatter_axis that n does not divide, or a
-        `reduce` that does not exist.
-      DtypeError: a mean of integers.
-      Besides what `pipelined_produce_and_all_to_all` raises.
+    Raises what `pipelined_produce_and_all_to_all` raises.
     """
-    _check_product(x, w)
-    axis = _dimension("scatter_axis", scatter_axis, x.ndim)
-    devices, shape = validation.size_of(axis_name), (*x.shape[:-1], w.shape[1])
-    if shape[axis] % devices:
-        raise CollectiveError(
-            f"scatter_axis={scatter_axis} of size {shape[axis]}",
-            f"it must be a multiple of the {devices} devices",
-            "pad it, or scatter another dimension",
-        )
+    axis, devices = scatter_axis % x.ndim, validation.size_of(axis_name)
     to = jnp.dtype(preferred_element_type or jnp.result_type(x, w))
     floats = jnp.issubdtype(to, jnp.floating)
     wide = jnp.promote_types(to, jnp.float32) if floats else to
-    if reduce not in ("sum", "mean"):
-        raise CollectiveError(
-            f"reduce={reduce!r}", "it must be 'sum' or 'mean'", "pass one of these"
-        )
-    if reduce == "mean" and not jnp.issubdtype(to, jnp.inexact):
-        raise DtypeError(
-            f"reduce='mean' of {to}",
-            "a mean of integers is not an integer",
-            "pass a float dtype, or reduce='sum'",
-        )
-    size, columns = shape[axis] // devices, axis == x.ndim - 1
+    columns = axis == x.ndim - 1
+    size = (w.shape[1] if columns else x.shape[axis]) // devices
     whole = _used_often(x if columns else w)
 
     def produce(destination: jax.Array) -> jax.Array:
@@ -170,17 +136,3 @@ def _used_often(w: jax.Array) -> Callable[[], jax.Array]:
         return lambda: w
     wide = jnp.asarray(w, jnp.float32)
     return lambda: wide.astype(w.dtype)
-
-
-def _check_product(x: jax.Array, w: jax.Array, where: str = "") -> None:
-    if np.ndim(x) < 2 or np.ndim(w) != 2 or np.shape(x)[-1] != np.shape(w)[0]:
-        raise CollectiveError(
-            f"operands of shapes {np.shape(x)} and {np.shape(w)}{where}",
-            "they must be (..., K), of two dimensions or more, and (K, N)",
-            "reshape or transpose one of them",
-        )
-
-
-def _dimension(name: str, axis: int, ndim: int) -> int:
-    validation.check_axis(name, axis, ndim)
-    return axis % ndim
