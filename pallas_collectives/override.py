@@ -75,7 +75,8 @@ def override_lax(
     Args:
       everything: replace also what XLA would run beside compute; and run all on the TensorCore,
         each on its own, in no kernel with products.
-      only: the functions to replace, by lax's names ("all_gather", ...); all by default.
+      only: the functions to replace, by lax's names ("all_gather", ...); all by default. What a
+        psum becomes, a psum_scatter and an all_gather, is ours with "psum" alone.
       keep: functions to leave to lax.
       wire: in what narrower numbers functions send floats, by lax's names: {"psum": "int8"} (see
         `wires`). Where a wire would be slower, or cannot serve, it is left out, and counted
