@@ -206,7 +206,6 @@ _RAGGED_ALL_TO_ALL = (
         reach=EVERYONE,
         sent="the rows that are sent",
         steps="1",
-        tables=lambda _: 4,
     ),
     Algorithm(
         name="torus",
@@ -216,7 +215,6 @@ _RAGGED_ALL_TO_ALL = (
         steps="log₂ of each axis, added up",
         lies=(ON_LINE, ON_SEVERAL),  # on a ring it is 2% slower than the ring's
         takes_everyones=True,
-        tables=lambda group: 2 * group.size + 1,
     ),
     Algorithm(
         name="ring",
@@ -225,7 +223,6 @@ _RAGGED_ALL_TO_ALL = (
         sent="those, and what is passed on",
         steps="⌊n/2⌋",
         takes_everyones=True,
-        tables=lambda group: 2 * group.size + 1,
     ),
     Algorithm(
         name="line",
@@ -234,7 +231,6 @@ _RAGGED_ALL_TO_ALL = (
         sent="those, and what is passed on",
         steps="n−1",
         takes_everyones=True,
-        tables=lambda group: 2 * group.size + 1,
         most_devices=LONGEST_LINE,
     ),
     Algorithm(
@@ -245,7 +241,7 @@ _RAGGED_ALL_TO_ALL = (
         steps="2",
         lies=(ON_SEVERAL,),
         takes_everyones=True,
-        tables=lambda group: max(2 * group.size + 1, 7 * len(group.torus) - 3),
+        tables=lambda group: 7 * len(group.torus) - 3,
         first_from=1 << 19,
     ),
 )

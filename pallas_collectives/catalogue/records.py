@@ -93,7 +93,8 @@ class Algorithm:
         rounded at every hop.
       takes_whole: it takes the operand as one array of whole tiles, not as n blocks of them.
       takes_everyones: it takes the tables of all devices, not only this device's.
-      tables: how many numbers it keeps in scalar memory for each slice and device of a group.
+      tables: how many numbers it keeps in scalar memory for each slice and device of a group, if
+        more than it is given.
       shifts_alone: of permutations it serves those by one position alone.
       most_devices: the largest group that it serves; None for any.
       first_from: bytes of a block from which, on several axes of a torus, it is preferred to those

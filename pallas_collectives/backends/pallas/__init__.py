@@ -116,7 +116,8 @@ def ragged_all_to_all(
 
 def _check_tables(plan: KernelPlan, entries: int, group: Group) -> None:
     """Raises ReachError where a kernel's tables of so many slices do not fit scalar memory."""
-    chip, needed = chips.current(), 4 * entries * plan.record.tables(group)
+    given = 2 * group.size + 1 if plan.record.takes_everyones else 4
+    chip, needed = chips.current(), 4 * entries * max(given, plan.record.tables(group))
     if needed > (most := chip.smem_bytes - _KEPT_SMEM):
         raise ReachError(
             f"ragged_all_to_all by {plan.algorithm!r} over {group.size} devices with "
