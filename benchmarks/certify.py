@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from absl import flags
 from jax.sharding import Mesh
 
@@ -50,6 +51,7 @@ from benchmarks.results import Results, Saved
 from benchmarks.rows import Asked, Measured, Probed
 from benchmarks.settings import AXES, FlagError, Settings
 from benchmarks.tables import Screen
+from pallas_collectives import multihost
 from pallas_collectives.catalogue import ALGORITHMS
 from pallas_collectives.replay import Machine
 
@@ -195,7 +197,7 @@ def _run(kept: Results, wanted: Settings, mesh: Mesh, until: float) -> int:
 
     def collect(part: str, rows: Iterator[Any], total: int, title: str) -> None:
         nonlocal left
-        if time.monotonic() < until:
+        if _is_time(until):
             kept.collect(part, _in_time(rows, until), total, title)
             if time.monotonic() >= until:
                 _drop_if_empty(kept, part)
@@ -249,9 +251,17 @@ def _drop_if_empty(kept: Results, part: str) -> None:
         kept.parts.pop(part, None)
 
 
+def _is_time(until: float) -> bool:
+    """Whether it is before `until`, by the first process' clock: none begins a row alone."""
+    is_time = time.monotonic() < until
+    if jax.process_count() > 1:
+        is_time = bool(multihost.broadcast_one_to_all(np.array(is_time)))
+    return is_time
+
+
 def _in_time(rows: Iterator[Any], until: float) -> Iterator[Any]:
     """Rows as long as there is time to begin one."""
-    while time.monotonic() < until:
+    while _is_time(until):
         try:
             row = next(rows)
         except StopIteration:
