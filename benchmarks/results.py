@@ -9,10 +9,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TextIO
 
+import jax
+import numpy as np
+
 from benchmarks import interrupt
 from benchmarks.rows import PARTS, Row
 from benchmarks.settings import FlagError
 from benchmarks.tables import Screen
+from pallas_collectives import multihost
 
 # Of the environment: what may differ between a run and the one that goes on with it.
 _MAY_DIFFER = {"command", "host_cpus"}
@@ -45,7 +49,9 @@ class Results:
         csv_file: str = "",
         resume: bool = False,
     ) -> None:
-        """With `resume` the rows that `json_file` holds are kept.
+        """With `resume` the rows that `json_file` holds are kept, by all processes.
+
+        Processes but the first have no file.
 
         Raises:
           FlagError: they were made with other settings, or in another environment.
@@ -53,8 +59,9 @@ class Results:
         self._screen, self._json_file, self._csv_file = screen, json_file, csv_file
         self._about = {"environment": environment, "settings": settings}
         self.parts: dict[str, list[Row]] = {}
-        if resume and Path(json_file).exists():
-            self.parts = self._same_run(load(json_file))
+        if resume and (text := _of_first(json_file)):
+            saved = load(json_file, text)
+            self.parts = self._same_run(saved) if json_file else saved.parts
 
     def _same_run(self, saved: Saved) -> dict[str, list[Row]]:
         now = json.loads(json.dumps(self._about))  # tuples are lists in the file
@@ -138,14 +145,24 @@ class Results:
             write(self._csv_file, lambda file: _write_csv(file, rows))
 
 
-def load(path: str) -> Saved:
-    """The results in a JSON file.
+def _of_first(path: str) -> str:
+    """The text of the first process' file, for all; "" without one."""
+    text = Path(path).read_bytes() if path and Path(path).exists() else b""
+    if jax.distributed.is_initialized():  # process_count would take the TPUs
+        size = int(multihost.broadcast_one_to_all(np.array(len(text))))
+        sent = np.frombuffer(text.ljust(size), np.uint8)
+        text = multihost.broadcast_one_to_all(sent[:size]).tobytes()
+    return text.decode(errors="replace")
+
+
+def load(path: str, text: str | None = None) -> Saved:
+    """The results in a JSON file, whose text may have been read.
 
     Raises:
       FlagError: there is no file, or it is not one of ours.
     """
     with reading(path, "name a file that --json of this version has written"):
-        content = json.loads(Path(path).read_text())
+        content = json.loads(Path(path).read_text() if text is None else text)
         about = content.pop("environment"), content.pop("settings")
         kinds = {part: PARTS[part][0] for part in content}
         parts = {part: [kinds[part](**row) for row in rows] for part, rows in content.items()}

@@ -44,8 +44,15 @@ def _two(arguments: Callable[[int], list[str]], **how: Any) -> list[benchmarking
 def test_processes_of_a_cluster_run_together_and_the_first_prints(tmp_path: Path) -> None:
     def flags(process: int) -> list[str]:
         asked = ["--devices=2", "--backend=xla", "--collective=all_gather,psum", "--sizes=8K"]
-        return [*asked, "--compile_for=", "--replay=", f"--json={tmp_path / str(process)}.json"]
+        return [
+            *asked,
+            *more,
+            "--compile_for=",
+            "--replay=",
+            f"--json={tmp_path / str(process)}.json",
+        ]
 
+    more: list[str] = []
     first, second = _two(flags)
     assert (first.status, second.status) == (0, 0), first.err + second.err
     assert "2 rows, all right" in first.out
@@ -55,6 +62,12 @@ def test_processes_of_a_cluster_run_together_and_the_first_prints(tmp_path: Path
     assert not (tmp_path / "1.json").exists()
     assert (results["environment"]["processes"], results["environment"]["devices"]) == (2, 4)
     assert [(row["devices"], row["wrong"]) for row in results["measured"]] == [(4, 0), (4, 0)]
+    # The second has no file, and goes on where the first does.
+    whole = results["measured"]
+    (tmp_path / "0.json").write_text(json.dumps(results | {"measured": whole[:1]}))
+    more.append("--resume")
+    assert [done.status for done in _two(flags)] == [0, 0]
+    assert json.loads((tmp_path / "0.json").read_text())["measured"] == whole
 
 
 _IN_TIME = """
