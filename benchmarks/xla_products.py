@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
-from benchmarks import compiled
+from benchmarks import compiled, results
 from benchmarks.steps import schedule
 from pallas_collectives.topology import chips
 
@@ -36,23 +36,32 @@ Product = tuple[str, int, int, int]  # chip; rows, K, N of bfloat16
 def seconds(product: Product) -> float | None:
     """What one takes on a device; None if the compiler has not been asked."""
     chip, *size = product
-    cycles = _learned().get(chip, {}).get("x".join(map(str, size)))
+    cycles = _learned()["cycles"].get(chip, {}).get("x".join(map(str, size)))
     return None if cycles is None else cycles / chips.BY_NAME[chip].clock
 
 
 def learn(products: Iterable[Product]) -> None:
-    """Asks for products, and writes what is new beside what is known."""
-    found = {chip: dict(sizes) for chip, sizes in _learned().items()}
-    for row in compiled.elsewhere("benchmarks.xla_products", sorted(set(products))):
+    """Asks for products, and writes what is new beside what is known.
+
+    Of another compiler's nothing is kept: what that was asked, this one is asked, too.
+    """
+    version, asked = metadata.version("libtpu"), set(products)
+    found = _learned()["cycles"]
+    if _learned()["libtpu"] != version:
+        known = ((chip, size.split("x")) for chip, sizes in found.items() for size in sizes)
+        asked |= {(chip, int(rows), int(depth), int(n)) for chip, (rows, depth, n) in known}
+        found = {}
+    for row in compiled.elsewhere("benchmarks.xla_products", sorted(asked)):
         found.setdefault(row["chip"], {})[row["size"]] = row["cycles"]
-        content = {"libtpu": metadata.version("libtpu"), "cycles": found}
-        PATH.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+    text = json.dumps({"libtpu": version, "cycles": found}, indent=1, sort_keys=True)
+    results.write(str(PATH), lambda file: file.write(text + "\n"))
     _learned.cache_clear()
 
 
 @functools.cache
-def _learned() -> dict[str, dict[str, int]]:
-    return dict(json.loads(PATH.read_text(encoding="utf-8"))["cycles"]) if PATH.exists() else {}
+def _learned() -> dict[str, Any]:
+    nothing = {"libtpu": "", "cycles": {}}
+    return dict(json.loads(PATH.read_text(encoding="utf-8"))) if PATH.exists() else nothing
 
 
 def _row(chip: str, *size: int) -> dict[str, Any]:
