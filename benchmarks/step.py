@@ -96,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     about = {"topologies": where, "programs": _PROGRAM.value, "forms": list(map(str, forms))}
     devices.prepare(1)
     runs = devices.kind() != "simulated"
-    if not runs:
+    if not runs or flags.FLAGS["topology"].present or plot:
         _need_compiler(compiles)
     mesh = devices.make_mesh((jax.device_count() if runs else 1,))
     kept = Results(screen, devices.environment(mesh), about, json_file)

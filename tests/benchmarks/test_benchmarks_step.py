@@ -244,6 +244,17 @@ def test_only_what_is_named_is_compiled(
     assert asked == [compiling.Task(compiled_for, "tensor", False, False, ["lax", "forced"])]
 
 
+@pytest.mark.parametrize("flag", ["--topology=v5e:4x4", "--plot=a.png"])
+def test_on_devices_too_what_needs_the_compiler_is_refused_without(
+    flag: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "is_available", lambda: False)
+    monkeypatch.setattr(running.jax, "device_count", lambda: pytest.fail("it runs"))
+    monkeypatch.setattr("benchmarks.devices.kind", lambda: "gpu")
+    status, _, err = bench("step", flag)
+    assert status == 2 and "libtpu is not installed" in err
+
+
 @LIBTPU
 def test_kept_rows_make_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cell needs a row of lax's and one of ours; what is kept anew takes the old one's place."""
