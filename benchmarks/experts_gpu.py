@@ -93,12 +93,10 @@ def microseconds(
     x = jax.jit(lambda: jnp.ones(shape, jnp.bfloat16), out_shardings=sharding)()
     experts = jax.device_put(routing.astype(np.int32), sharding)
     turns = max(1, iters // timing.IN_A_ROW)
-    one, many = chain(1), chain(1 + turns)
-    for program in (one, many) * 3:
-        timing.clocked(program, x, experts)
-    dispatch = statistics.median(timing.clocked(one, x, experts) for _ in range(timing.SAMPLES))
-    times = (timing.clocked(many, x, experts) - dispatch for _ in range(timing.SAMPLES))
-    return [1e6 * t / (turns * timing.IN_A_ROW) for t in times]
+    one, many = (functools.partial(timing.clocked, chain(n), x, experts) for n in (1, 1 + turns))
+    calls, warmups = turns * timing.IN_A_ROW, 3
+    samples = [timing.difference(one, many, calls) for _ in range(warmups + timing.SAMPLES)]
+    return [1e6 * t for t in samples[warmups:]]
 
 
 def run(problem: Problem, routing: np.ndarray) -> None:

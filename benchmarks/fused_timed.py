@@ -53,7 +53,7 @@ def seconds(mesh: Mesh, op: str, shape: Shape, iters: int, values: str) -> dict[
         clocks[form] = [functools.partial(timing.clocked, p, x, w) for p in programs]
 
     def turn() -> dict[str, float]:
-        return {form: -(few() - many()) / iters for form, (few, many) in clocks.items()}
+        return {form: timing.difference(few, many, iters) for form, (few, many) in clocks.items()}
 
     turn()  # compiles, and connects peers
     turns = [turn() for _ in range(timing.SAMPLES)]

@@ -113,14 +113,6 @@ def microseconds(mesh: Mesh, call: Call, options: dict[str, str]) -> float:
     ones = functools.partial(jnp.ones, mesh.size * COUNT, jnp.float32)
     x = jax.jit(ones, out_shardings=NamedSharding(mesh, spec))()
 
-    programs = chain(SHORT), chain(LONG)
-    for _ in range(WARMUPS):
-        for program in programs:
-            timing.clocked(program, x)
-
-    def longer() -> float:
-        """By how much: right behind each other, both meet the same load of the host."""
-        short, long = (timing.clocked(program, x) for program in programs)
-        return long - short
-
-    return 1e6 * statistics.median(longer() for _ in range(SAMPLES)) / (LONG - SHORT)
+    short, long = (functools.partial(timing.clocked, chain(n), x) for n in (SHORT, LONG))
+    samples = [timing.difference(short, long, LONG - SHORT) for _ in range(WARMUPS + SAMPLES)]
+    return 1e6 * statistics.median(samples[WARMUPS:])

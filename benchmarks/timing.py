@@ -9,7 +9,6 @@ waiting, as code outside of `jit` would.
 import contextlib
 import functools
 import re
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,6 +37,15 @@ def clocked(program: Callable[..., Any], *operands: object) -> float:
     return time.perf_counter() - start
 
 
+def difference(few: Callable[[], float], many: Callable[[], float], more: int) -> float:
+    """Seconds of one call, by how much longer `many` takes than `few`, of `more` calls fewer.
+
+    They run right behind each other, so that both meet the same load of the host.
+    """
+    short = few()
+    return (many() - short) / more
+
+
 def device_seconds(
     problem: Problem, call: Step, warmup: int, iters: int, *, by_xla: bool = False
 ) -> list[float]:
@@ -53,7 +61,6 @@ def device_seconds(
         links = functools.partial(lax.fori_loop, 0, length, link, unroll=unroll)
         return problem.compile(links, by_xla=by_xla)
 
-    one, many = chain(1), chain(1 + iters)
     x = problem.operands
 
     def clock(program: Step) -> float:
@@ -62,10 +69,10 @@ def device_seconds(
         x = jax.block_until_ready(program(x))
         return time.perf_counter() - start
 
+    one, many = (functools.partial(clock, chain(length)) for length in (1, 1 + iters))
     for _ in range(warmup):
-        clock(one), clock(many)
-    dispatch = statistics.median(clock(one) for _ in range(SAMPLES))
-    return [(clock(many) - dispatch) / iters for _ in range(SAMPLES)]
+        one(), many()
+    return [difference(one, many, iters) for _ in range(SAMPLES)]
 
 
 def dispatched_seconds(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.probes.rig import LANES, Probe, Rig, shapes
-from benchmarks.timing import clocked
+from benchmarks.timing import clocked, difference
 from pallas_collectives.replay import replay
 
 Clock = Callable[[Rig, Probe], float]  # seconds of one repetition
@@ -45,13 +45,10 @@ def by_hardware(rig: Rig, this: Probe) -> float:
     few = 16
     many = few + max(64, round(_SECONDS / this.guess))
     check(rig, this, run, few)
-    for count in (few, many):
-        run(count)
-    times = {
-        count: statistics.median(clocked(run, count) for _ in range(_SAMPLES))
-        for count in (few, many)
-    }
-    seconds = (times[many] - times[few]) / (many - few)
+    short, long = (functools.partial(clocked, run, count) for count in (few, many))
+    short(), long()
+    samples = [difference(short, long, many - few) for _ in range(_SAMPLES)]
+    seconds = statistics.median(samples)
     if seconds <= 0:
         raise ProbeError(f"{this.name}: {many} repetitions took no longer than {few}")
     return seconds

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,6 +114,26 @@ def test_time_is_that_of_each_collective(
     call = of.call("xla", None)
     seconds = clock(of, lambda x: held.hold(call(x), 0.01), warmup=1, iters=3)
     assert seconds == pytest.approx([2 * 0.01] * timing.SAMPLES)  # of two devices
+
+
+def test_a_chain_and_its_dispatch_meet_the_same_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host that is slower from the sixth sample on changes none of them."""
+    now, runs, lengths = 0.0, 0, iter((1, 11))
+
+    def compiled(*_: Any, **__: Any) -> Callable[[Any], Any]:
+        length = next(lengths)
+
+        def program(x: Any) -> Any:
+            nonlocal now, runs
+            now, runs = now + 3.0 * length + (50.0 if runs >= 10 else 0.0), runs + 1
+            return x
+
+        return program
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now)
+    of: Any = SimpleNamespace(compile=compiled, operands=np.zeros(1))
+    samples = timing.device_seconds(of, lambda x: x, warmup=0, iters=10)
+    assert samples == [3.0] * timing.SAMPLES
 
 
 def test_timed_rows_stand_beside_lax(
