@@ -16,7 +16,6 @@ random numbers: on two H100 that product of ones took 341 us, and of random numb
 """
 
 import functools
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -57,7 +56,7 @@ def seconds(mesh: Mesh, op: str, shape: Shape, iters: int, values: str) -> dict[
 
     turn()  # compiles, and connects peers
     turns = [turn() for _ in range(timing.SAMPLES)]
-    return {form: statistics.median(t[form] for t in turns) for form in clocks}
+    return {form: timing.median([t[form] for t in turns]) for form in clocks}
 
 
 def forms(op: str, shape: Shape, n: int) -> dict[str, tuple[Call, tuple[int, int]]]:

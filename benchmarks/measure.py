@@ -5,7 +5,6 @@ Simulated devices have no times: how long the interpreter took is kept under a n
 
 import dataclasses
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
@@ -127,14 +126,8 @@ def _timed(row: Measured, problem: Problem, settings: Settings) -> Measured:
     clock = timing.device_seconds if settings.chain else timing.dispatched_seconds
     with timing.traced(settings.trace, f"{row} {row.type} {row.size}"):
         seconds = clock(problem, call, settings.warmup, settings.iters, by_xla=by_xla)
-    median = statistics.median(seconds)
-    if median <= 0:
-        note = "no longer than dispatch takes to vary: raise --iters"
-        return dataclasses.replace(row, refused=note)
-    least, greatest = min(seconds), max(seconds)
-    return dataclasses.replace(
-        row, time_us=median * 1e6, time_us_min=least * 1e6, time_us_max=greatest * 1e6
-    )
+    median, least, greatest = (of(seconds) * 1e6 for of in (timing.median, min, max))
+    return dataclasses.replace(row, time_us=median, time_us_min=least, time_us_max=greatest)
 
 
 def with_rates(row: Measured, busbw: float, peak: float | None) -> Measured:

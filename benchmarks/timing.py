@@ -9,8 +9,9 @@ waiting, as code outside of `jit` would.
 import contextlib
 import functools
 import re
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from jax import lax
 
 from benchmarks import devices, settings
 from benchmarks.problem import Problem, Step
+from pallas_collectives.errors import CollectiveError
 
 ITERS = flags.DEFINE_integer(
     "iters", 20, "Calls in one timed chain.", 1, settings.MOST_RUNS, short_name="n"
@@ -44,6 +46,19 @@ def difference(few: Callable[[], float], many: Callable[[], float], more: int) -
     """
     short = few()
     return (many() - short) / more
+
+
+def median(seconds: Sequence[float]) -> float:
+    """The median of samples.
+
+    Raises:
+      CollectiveError: it makes no sense as a time.
+    """
+    found = statistics.median(seconds)
+    if found <= 0:
+        rule = "a time must be longer than dispatch takes to vary"
+        raise CollectiveError(f"{1e6 * found:.3g} us", rule, "raise --iters")
+    return found
 
 
 def device_seconds(

@@ -8,7 +8,6 @@ On devices they are those of the results; for pods those of as many terms of nor
 
 import dataclasses
 import functools
-import statistics
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -101,8 +100,8 @@ def _replayed(
     mesh: Mesh,
     rng: np.random.Generator,
 ) -> Wired:
-    asked = (settings.axes,)
-    (one,) = replay_rows.plan([task.pod], [task.case], [task.size], [task.dtype], axes=asked[0])
+    what = [task.pod], [task.case], [task.size], [task.dtype]
+    (one,) = replay_rows.plan(*what, axes=settings.axes)
     with counters.recorded() as plans:
         report = replay_rows.run(one, wire=wire)
     share, passes_us = _sent(plans)
@@ -161,4 +160,4 @@ def _measured(
     if devices.kind() == "simulated":
         return row
     seconds = timing.device_seconds(problem, call, settings.warmup, settings.iters)
-    return dataclasses.replace(row, time_us=statistics.median(seconds) * 1e6)
+    return dataclasses.replace(row, time_us=timing.median(seconds) * 1e6)

@@ -174,12 +174,13 @@ def test_time_becomes_bandwidth() -> None:
     assert measure.with_rates(row, 1.75, None).of_peak is None
 
 
+@pytest.mark.parametrize("asked", [ONE_ROW, ("--wire=int8", "--mesh=2", "--sizes=8K")])
 def test_time_within_the_noise_of_dispatch_is_none(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, asked: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(devices, "kind", lambda: "gpu")
     monkeypatch.setattr(timing, "device_seconds", lambda *_, **__: [-1e-6, -1e-6, 1e-6])
-    status, out, _ = bench(*ONE_ROW, "--collective=all_gather", "--backend=xla")
+    status, out, _ = bench(*asked, "--collective=all_gather", "--backend=xla")
     assert status == 1
     assert "raise --iters" in out
 
