@@ -33,10 +33,6 @@ class Rows:
         self.added.append(row)
 
 
-class _Gathered(Rows):
-    """Rows that are printed together."""
-
-
 class _Piped(Rows):
     """Rows that are printed as they come, below a header; a new one where columns change."""
 
@@ -79,17 +75,18 @@ class Screen:
         self._stdout.print(line, highlight=False, markup=False)
 
     @contextlib.contextmanager
-    def table(self, title: str) -> Iterator["Rows"]:
+    def table(self, title: str) -> Iterator[Rows]:
         """A table of the rows that are added within this context; without rows, nothing.
 
         Piped, each row is printed as it is added. A terminal gets the table at the end, since its
         columns are chosen to fit. Below stands what was refused or failed.
         """
-        rows = _Gathered() if self._stdout.is_terminal else _Piped(title, self.say)
+        at_the_end = self._stdout.is_terminal
+        rows = Rows() if at_the_end else _Piped(title, self.say)
         try:
             yield rows
         finally:
-            if isinstance(rows, _Gathered) and rows.added:
+            if at_the_end and rows.added:
                 self._fitted(title, rows.added)
             for line in reasons(rows.added):
                 self.say(line)

@@ -3,7 +3,6 @@
 import functools
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -59,11 +58,11 @@ def runner(rig: Rig, this: Probe) -> Callable[[int], jax.Array]:
     count, peers, x = shapes(rig, this)
     program = jax.jit(this.program).lower(count, peers, x).compile()
     pattern = this.pattern(rig.size).reshape(x.shape)
-    put: Any = functools.partial(_put)
-    table, operand = put(this.peers, peers), put(pattern, x)
+    table, operand = _put(this.peers, peers), _put(pattern, x)
 
     def run(n: int) -> jax.Array:
-        return program(put(np.array([n], np.int32), count), table, operand)
+        result: jax.Array = program(_put(np.array([n], np.int32), count), table, operand)
+        return result
 
     return run
 

@@ -1,6 +1,7 @@
 """Runs steps on the devices there are: their time, and what is exposed by the profiler."""
 
 import dataclasses
+import functools
 import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -32,13 +33,13 @@ def rows(names: Sequence[str], forms: Sequence[Form], unders: Sequence[str]) -> 
 
 def measured(base: Ran, program: Program, devices: np.ndarray) -> Ran:
     """The row with its figures: times of runs without the profiler, shares of one with it."""
-    mapped, args = compiling.lower(program, devices, base.under).compile(), _arguments
-    operands = args(program, devices)
-    timing.clocked(mapped, *operands)
-    samples = [1e6 * timing.clocked(mapped, *operands) for _ in range(timing.SAMPLES)]
+    mapped = compiling.lower(program, devices, base.under).compile()
+    run = functools.partial(timing.clocked, mapped, *_arguments(program, devices))
+    run()
+    samples = [1e6 * run() for _ in range(timing.SAMPLES)]
     with tempfile.TemporaryDirectory() as folder:
         with timing.traced(folder, "step"):
-            timing.clocked(mapped, *operands)
+            run()
         found = list(exposed.of(folder).values())
     middle = {
         name: statistics.median(getattr(share, name) for share in found)
