@@ -1,5 +1,6 @@
 """The bandwidth of a device's wires: what bus bandwidth is held against."""
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +31,9 @@ def of_group(mesh: Mesh, axes: tuple[str, ...]) -> float | None:
     members = group[(0,) * len(others)].reshape(-1).tolist()
     if members[0].platform == "gpu":
         hosts = {_domain(device) for device in members}
-        return nvlink(members[0].device_kind) if len(hosts) == 1 else None
+        switches_add = os.environ.get("NCCL_NVLS_ENABLE", "0") != "0"  # then wires carry less
+        known = len(hosts) == 1 and not switches_add
+        return nvlink(members[0].device_kind) if known else None
     chip = chips.listed(members[0].device_kind)
     return chip.link_bandwidth / 1e9 * _links(members, mesh.devices.flat) if chip else None
 

@@ -229,11 +229,15 @@ def test_no_schedule_has_a_bus_bandwidth_above_the_peak(pod: str) -> None:
                 assert (1 << 30) / least / 1e9 * case.busbw(n) <= 1.0001 * (peak or 0), (axes, case)
 
 
-def test_peak_of_a_gpu_is_its_nvlinks_on_one_host() -> None:
+def test_peak_of_a_gpu_is_its_nvlinks_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
     def group(*hosts: int, kind: str = "NVIDIA H200") -> Any:
         made = [SimpleNamespace(device_kind=kind, platform="gpu", slice_index=h) for h in hosts]
         return SimpleNamespace(axis_names=("x",), devices=np.array(made, object))
 
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
     assert peaks.of_group(group(0, 0), ("x",)) == 450
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")  # sums have up to twice the wires' bandwidth
+    assert peaks.of_group(group(0, 0), ("x",)) is None
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "0")
     assert peaks.of_group(group(0, 1), ("x",)) is None
     assert peaks.of_group(group(0, 0, kind="NVIDIA H200 NVL"), ("x",)) is None
