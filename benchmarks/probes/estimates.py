@@ -85,9 +85,12 @@ def _plan(rig: Rig) -> list[tuple[str, str, str, _Find]]:
     def rate(amount: float, make: Callable[[], Probe]) -> _Find:
         return lambda known, clock: amount / clock(rig, make())
 
-    def issue(known: dict[str, float], clock: Clock) -> float:
-        few, many = (clock(rig, local.batch(rig, n)) for n in (local.FEW, local.MANY))
-        return _positive((many - few) / (local.MANY - local.FEW), "the difference of two batches")
+    def issue(batch: Callable[[Rig, int], Probe]) -> _Find:
+        def found(_: dict[str, float], clock: Clock) -> float:
+            few, many = (clock(rig, batch(rig, n)) for n in (local.FEW, local.MANY))
+            return _positive((many - few) / (local.MANY - local.FEW), "the difference of batches")
+
+        return found
 
     def local_latency(known: dict[str, float], clock: Clock) -> float:
         whole = clock(rig, local.batch(rig, local.FEW))
@@ -99,6 +102,11 @@ def _plan(rig: Rig) -> list[tuple[str, str, str, _Find]]:
         inside += 2 * TILE_BYTES / known["hbm_bandwidth"]  # read and written
         return _positive(clock(rig, local.launch(rig)) - inside, "the launch")
 
+    def launch_there(known: dict[str, float], clock: Clock) -> float:
+        one = known["sparsecore_issue_cost"] + known["local_dma_latency"]
+        inside = local.COPIES_THERE * one + 2 * TILE_BYTES / known["hbm_bandwidth"]
+        return _positive(clock(rig, local.launch_there(rig)) - inside, "the launch")
+
     plan: list[tuple[str, str, str, _Find]] = [
         ("hbm_bandwidth", "B/s", "HBM to VMEM, 8 chunks in flight",
          rate(local.chunk_bytes(rig), lambda: local.hbm(rig))),
@@ -106,12 +114,23 @@ def _plan(rig: Rig) -> list[tuple[str, str, str, _Find]]:
          rate(local.vmem_bytes(), lambda: local.vmem(rig))),
         ("vector_rate", "1/s", "products and sums in registers",
          rate(local.vector_operations(), lambda: local.vector(rig))),
-        ("issue_cost", "s", "16 DMAs against 4", issue),
+        ("issue_cost", "s", "16 DMAs against 4", issue(local.batch)),
         ("signal_cost", "s", "16 signals to itself",
          lambda known, clock: clock(rig, local.signal(rig)) / local.MANY),
         ("local_dma_latency", "s", "HBM to VMEM, 4 KiB", local_latency),
         ("launch_cost", "s", "kernels in a chain", launch),
     ]  # fmt: skip
+    if not rig.machine.generation.no_sparsecore:
+        plan += [
+            ("sparsecore_issue_cost", "s", "16 DMAs of a SparseCore against 4", issue(local.there)),
+            ("sparsecore_launch_cost", "s", "its kernels in a chain", launch_there),
+            (
+                "subcore_rate",
+                "1/s",
+                "two arrays in a vector subcore's memory",
+                rate(local.loads_there(), lambda: local.subcore(rig)),
+            ),
+        ]
     return plan + (_on_wires(rig) if rig.axes else [])
 
 

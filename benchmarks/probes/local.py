@@ -15,12 +15,16 @@ from jax.experimental.pallas import tpu as pltpu
 
 from benchmarks.probes.rig import LANES, TILE, Probe, Rig, probe
 from pallas_collectives.annotations import Copy, Number, Ref, Semaphore
+from pallas_collectives.kernels.machinery import sparsecore, sync
+from pallas_collectives.kernels.machinery.combine import SUBCORE_COLUMNS
 
 FEW, MANY = 4, 16  # DMAs in flight together
 IN_FLIGHT = 8  # chunks of the stream from HBM
 VECTOR_ROWS = 64  # 8 registers of 8 x 128
 OPERATIONS = 16  # multiplications, and as many additions, in a repetition
 STORED_ROWS = 512
+ROWS_THERE = 64  # of a subcore
+COPIES_THERE = 3  # of a launch on a SparseCore: its two tables, and a tile
 
 
 def _repeat(count_ref: Ref, body: Callable[[Number], None]) -> None:
@@ -98,6 +102,91 @@ def launch(rig: Rig) -> Probe:
         scratch=[pltpu.SemaphoreType.DMA],
         chain=True,
     )
+
+
+def there(rig: Rig, in_flight: int) -> Probe:
+    """As `batch`, on a SparseCore, and from HBM to HBM, as a scalar subcore has no VMEM."""
+
+    def kernel(count_ref: Ref, _: Ref, x_ref: Ref, o_ref: Ref, sem: Semaphore) -> None:
+        def copy(i: int) -> Copy:
+            rows = pl.ds(i * TILE, TILE)
+            return pltpu.make_async_copy(x_ref.at[rows], o_ref.at[rows], sem.at[i])
+
+        def once(_: object) -> None:
+            for i in range(in_flight):
+                copy(i).start()
+            for i in range(in_flight):
+                copy(i).wait()
+
+        _repeat(count_ref, once)
+
+    g = rig.machine.generation
+    return probe(
+        rig,
+        f"there_batch_of_{in_flight}",
+        kernel,
+        rows=in_flight * TILE,
+        expected=lambda count, x: x,
+        guess=in_flight * g.sparsecore_issue_cost + g.dma_latency,
+        scratch=[pltpu.SemaphoreType.DMA((in_flight,))],
+        subcores=0,
+    )
+
+
+def launch_there(rig: Rig) -> Probe:
+    """As `launch`, on a SparseCore."""
+
+    def kernel(_: Ref, __: Ref, x_ref: Ref, o_ref: Ref) -> None:
+        pltpu.sync_copy(x_ref, o_ref)
+
+    g = rig.machine.generation
+    return probe(
+        rig,
+        "launch_there",
+        kernel,
+        rows=TILE,
+        expected=lambda count, x: x,
+        guess=g.sparsecore_launch_cost + COPIES_THERE * (g.sparsecore_issue_cost + g.dma_latency),
+        scratch=[],
+        chain=True,
+        subcores=0,
+    )
+
+
+def subcore(rig: Rig) -> Probe:
+    """Compares two arrays in a vector subcore's memory, as its sums add them; all do it at once."""
+
+    def kernel(count_ref: Ref, _: Ref, x_ref: Ref, o_ref: Ref, first: Ref, second: Ref) -> None:
+        for own in (first, second):
+            pltpu.sync_copy(x_ref, own)
+        rows, columns = ROWS_THERE // TILE, LANES // SUBCORE_COLUMNS
+
+        def step(i: Any) -> None:
+            row, column = lax.div(i, columns) * TILE, lax.rem(i, columns) * SUBCORE_COLUMNS
+            at = 0, pl.ds(pl.multiple_of(row, TILE), TILE), pl.ds(column, SUBCORE_COLUMNS)
+            first[at] = jnp.maximum(first[at], second[at])
+
+        _repeat(count_ref, lambda _: sync.for_each(0, rows * columns, step))
+        pltpu.sync_copy(first, o_ref)
+
+    g = rig.machine.generation
+    with jax.sharding.use_abstract_mesh(rig.mesh.abstract_mesh):
+        subcores = sparsecore.shares(rig.interpret)
+    return probe(
+        rig,
+        "subcore",
+        kernel,
+        rows=subcores * ROWS_THERE,
+        expected=lambda count, x: x,
+        guess=loads_there() / g.subcore_rate,
+        scratch=[pltpu.VMEM((1, ROWS_THERE, LANES), jnp.float32)] * 2,
+        subcores=subcores,
+    )
+
+
+def loads_there() -> int:
+    """Numbers that a subcore loads in a repetition of `subcore`."""
+    return 2 * ROWS_THERE * LANES
 
 
 def hbm(rig: Rig) -> Probe:

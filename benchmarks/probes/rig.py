@@ -14,6 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_collectives.annotations import Interpret
+from pallas_collectives.kernels.machinery import sparsecore
 from pallas_collectives.kernels.machinery.blocks import LANES as LANES
 from pallas_collectives.replay import Machine
 
@@ -110,6 +111,7 @@ def probe(
     peers: np.ndarray | None = None,
     barrier: int | None = None,
     chain: bool = False,
+    subcores: int | None = None,
 ) -> Probe:
     """A probe of a kernel (count, peers, x, o, *scratch); x and o are in HBM.
 
@@ -125,18 +127,19 @@ def probe(
       peers: a table of devices.
       barrier: the id of the kernel's barrier semaphore, if it has one.
       chain: the kernel is repeated and not something in it: o is the next one's x.
+      subcores: on so many vector subcores of a SparseCore it runs, each with its part of the rows,
+        (1, rows, 128) of x and of o; with 0 on the scalar subcore, and with None on the TensorCore.
     """
-    hbm, smem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SMEM)
-    call = pl.pallas_call(
-        kernel,
-        out_shape=jax.ShapeDtypeStruct((out_rows or rows, LANES), jnp.float32),
-        in_specs=[smem, smem, hbm],
-        out_specs=hbm,
-        scratch_shapes=scratch,
-        compiler_params=pltpu.CompilerParams(collective_id=barrier),
-        interpret=rig.interpret,
-        name=name,
-    )
+    out = jax.ShapeDtypeStruct((out_rows or rows, LANES), jnp.float32)
+    params = pltpu.CompilerParams(collective_id=barrier)
+    options: dict[str, Any] = {"compiler_params": params, "interpret": rig.interpret, "name": name}
+    if subcores is None:
+        hbm, smem = pl.BlockSpec(memory_space=pltpu.HBM), pl.BlockSpec(memory_space=pltpu.SMEM)
+        specs: dict[str, Any] = {"in_specs": [smem, smem, hbm], "out_specs": hbm}
+        options |= {"out_shape": out, "scratch_shapes": scratch, **specs}
+        call = pl.pallas_call(kernel, **options)
+    else:
+        call = _on_sparsecore(kernel, out, scratch, subcores, options)
 
     def body(count: jax.Array, peers: jax.Array, x: jax.Array) -> jax.Array:
         if not chain:
@@ -153,6 +156,30 @@ def probe(
     )
     table = np.zeros(1, np.int32) if peers is None else peers.astype(np.int32).reshape(-1)
     return Probe(name, program, table, rows, expected, guess)
+
+
+def _on_sparsecore(
+    kernel: Callable[..., None],
+    out: jax.ShapeDtypeStruct,
+    scratch: list[Any],
+    subcores: int,
+    options: dict[str, Any],
+) -> Callable[..., jax.Array]:
+    """The call of a probe's kernel there, as `probe` has it."""
+
+    def body(tables: Any, _: Any, xs: Any, outs: Any, __: Any, *own: Any) -> None:
+        kernel(*tables, *xs, *outs, *own)
+
+    parts = (1, subcores, out.shape[0] // subcores, LANES) if subcores else out.shape
+    shape = jax.ShapeDtypeStruct(parts, out.dtype)
+    launched = sparsecore.kernel(body, ([shape], []), scratch, {}, subcores, **options)
+
+    def call(*tables_and_x: jax.Array) -> jax.Array:
+        *tables, x = tables_and_x
+        read = [sparsecore.table(("x",), subcores, table) for table in tables]
+        return launched(read, [], [x.reshape(parts)])[0][0].reshape(out.shape)
+
+    return call
 
 
 def shapes(rig: Rig, this: Probe) -> tuple[jax.ShapeDtypeStruct, ...]:

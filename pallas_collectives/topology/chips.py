@@ -66,8 +66,8 @@ class Chip:
     semaphores: int  # that a kernel can have at a time, beside barrier semaphores [AOT]
     reaches_all: bool = True  # a remote DMA reaches every device (v5e: power-of-two offsets only)
     devices_per_chip: int = 1
-    # A SparseCore's: assumed. Its launch is that of XLA's calls on 7x, which run there; its clock
-    # is 1 GHz
+    # A SparseCore's: assumed, and measured by `certify`. Its launch is that of XLA's calls on 7x,
+    # which run there; its clock is 1 GHz
     sparsecore_issue_cost: float = 0.1 * US
     sparsecore_launch_cost: float = 3.9 * US
     # 32-bit numbers a second of a vector subcore: its registers' [TI], one of which it loads in a

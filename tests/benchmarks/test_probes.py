@@ -35,6 +35,9 @@ OTHER: dict[str, float] = {
     "vmem_bandwidth": 11e12,
     "vector_rate": 5e12,
     "die_bandwidth": 410e9,
+    "sparsecore_issue_cost": 0.33e-6,
+    "sparsecore_launch_cost": 5.7e-6,
+    "subcore_rate": 11e9,
 }
 CHOSEN = {"v4": "CMEM", "v5e": "VMEM", "v5p": "HBM", "v6e": "VMEM", "7x": "VMEM"}
 PODS = (
@@ -47,6 +50,16 @@ PODS = (
     "7x:2x2x1",
     "7x:4x4x4",
 )
+
+
+def other(name: str) -> dict[str, float]:
+    """Those of them that a machine has."""
+    g = Machine.named(name).generation
+    die, there = g.devices_per_chip > 1, not g.no_sparsecore
+    missing = {"die_bandwidth": not die} | {
+        figure: not there for figure in OTHER if figure.startswith(("sparsecore", "subcore"))
+    }
+    return {figure: value for figure, value in OTHER.items() if not missing.get(figure)}
 
 
 def all_probes(rig: Rig) -> Iterator[Probe]:
@@ -65,12 +78,10 @@ def all_probes(rig: Rig) -> Iterator[Probe]:
 @pytest.mark.parametrize("name", PODS)
 def test_the_figures_of_a_machine_are_found_again(name: str) -> None:
     """The replay stands in for the hardware: the probes' programs run on a known machine."""
-    die = Machine.named(name).generation.devices_per_chip > 1
-    other = OTHER if die else {k: v for k, v in OTHER.items() if k != "die_bandwidth"}
-    machine = Machine.named(name, **other)
+    machine = Machine.named(name, **other(name))
     found = {f.name: f for f in estimates.figures(rigs.modelled(machine), clock.by_replay)}
     assert not [f.error for f in found.values() if f.error]
-    for field, value in other.items():
+    for field, value in other(name).items():
         assert found[field].measured == pytest.approx(value, rel=0.01), field
     for n in range(2, sum(size > 1 for size in machine.shape) + 1):
         assert found[f"link_efficiency_{n}_axes"].measured == pytest.approx(0.87, rel=0.01)
@@ -81,7 +92,7 @@ def test_the_figures_of_a_machine_are_found_again(name: str) -> None:
 
 
 def test_noise_of_a_percent_leaves_the_figures_within_a_few() -> None:
-    machine = Machine.named("v5p:4x4x4", **{k: v for k, v in OTHER.items() if k != "die_bandwidth"})
+    machine = Machine.named("v5p:4x4x4", **other("v5p:4x4x4"))
     rng = np.random.default_rng(3)
 
     def noisy(rig: Rig, this: Probe) -> float:
@@ -118,6 +129,13 @@ def test_on_chips_of_two_devices_they_are_right() -> None:
     mesh = Mesh(np.array(jax.devices()[:4]), ("x",))
     rig = Rig(Machine.named("7x:2x1x1"), mesh, pltpu.InterpretParams(), TINY)
     for this in (wire.stream(rig, (DIE,)), wire.stream(rig, (0,)), risky.reach(rig, 3, "+1x")):
+        clock.check(rig, this, clock.runner(rig, this), 3)
+
+
+def test_on_sparsecores_they_are_right() -> None:
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",))
+    rig = Rig(Machine.named("v6e:2"), mesh, pltpu.InterpretParams(), TINY)
+    for this in (local.there(rig, local.FEW), local.launch_there(rig), local.subcore(rig)):
         clock.check(rig, this, clock.runner(rig, this), 3)
 
 
