@@ -125,6 +125,21 @@ def test_a_wire_gains_where_small_blocks_are_cut_for_both_axes(
         assert row.of_plain and row.of_plain < most
 
 
+@pytest.mark.parametrize("dtype, most", [("bfloat16", 0.52), ("float32", 0.27)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("all_gather", "psum_scatter", "all_to_all", "ppermute"),
+        pytest.param("psum", marks=pytest.mark.full),
+    ],
+)
+def test_the_busiest_link_carries_what_is_packed(name: str, dtype: str, most: float) -> None:
+    (case,) = (case for case in CASES if case.name == name)
+    (task,) = replay_rows.plan(["v6e:4"], [case], [4 << 20], [dtype])
+    plain, wired = (replay_rows.run(task, wire=wire) for wire in (None, Wire("int8")))
+    assert wired.link_bytes.max() <= most * plain.link_bytes.max()
+
+
 def test_a_wire_that_would_lose_is_left_out() -> None:
     """On v5e 16 x 16 a gather of 16 KiB blocks takes its way, however few bytes it sends."""
     (case,) = (case for case in CASES if case.name == "all_gather")
