@@ -307,7 +307,8 @@ def _bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
             overrides.note_unreached(function)
         return by_lax(*args, **params)
     with choice.meaning_lax():  # what the twin's rules bind is meant
-        how = choice.choose(validation.named(axes), None, None)
+        groups = params.get("axis_index_groups")
+        how = choice.choose(validation.named(axes), None, None, groups=groups)
         record = catalogue.primitives()[primitive.name][0]
         if record.adds or record.name == "all_gather":
             how = choice.asked(how, args, adds=record.adds)

@@ -53,15 +53,15 @@ def devices_of(axis_name: AxisName, groups: Groups) -> int:
     return size_of(axis_name) if groups is None else len(groups[0])
 
 
-def check_groups(groups: Sequence[Sequence[int]], size: int) -> None:
-    """Checks that groups are of equal size and have each device of an axis once."""
+def check_groups(groups: Sequence[Sequence[int]], size: int, alike: bool = True) -> None:
+    """Checks that groups have each device of an axis once and, if `alike`, are of equal size."""
     try:
         members = sorted(device for group in groups for device in group)
     except TypeError:
         members = []
     if members != list(range(size)):
         rule = f"each of the axis's {size} device numbers must be in exactly one group"
-    elif len({len(group) for group in groups}) > 1:
+    elif alike and len({len(group) for group in groups}) > 1:
         rule = "groups must be of equal size"
     else:
         return

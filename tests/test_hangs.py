@@ -24,7 +24,7 @@ CASES = {
         "CollectiveError: axis_index_groups=[[0, 1], [2]]: each of the axis's 4 device numbers",
     ),
     "groups of different sizes": (
-        "run(lambda a: pc.psum(a, 'x', axis_index_groups=[[0, 1, 2], [3]]))",
+        "run(lambda a: pc.all_gather(a, 'x', axis_index_groups=[[0, 1, 2], [3]]))",
         "groups must be of equal size",
     ),
     "two senders to one device": (

@@ -211,3 +211,24 @@ def test_values_where_lax_serves_what_no_kernel_can() -> None:
     x = harness.random((2, 3), "float32")
     run = jax.vmap(pc.overridden(lambda x: psum(x, "v")), axis_name="v")
     np.testing.assert_array_equal(run(x), np.broadcast_to(x.sum(0), x.shape))
+
+
+@pytest.mark.parametrize("replaced", [pc.override_lax(), pc.overridden], ids=["within", "fn"])
+def test_lax_serves_groups_of_unequal_size(replaced: Callable[..., Any]) -> None:
+    """lax takes them in reductions, but on TPUs; no kernel does, and nothing may break by that."""
+    on, x = harness.mesh(4), harness.random((4, 8, 128), "float32")
+
+    def added(x: jax.Array) -> jax.Array:
+        groups = [[0, 1, 2], [3]]
+        most = lax.pmax(lax.stop_gradient(x), "x", axis_index_groups=groups)
+        return lax.psum(x, "x", axis_index_groups=groups) * most
+
+    def both(x: jax.Array) -> Any:
+        total, vjp = jax.vjp(added, x)
+        return total, *vjp(total)
+
+    program = jax.shard_map(both, mesh=on, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    want = jax.jit(program)(x)
+    got = jax.jit(replaced(program))(x)
+    jax.tree.map(np.testing.assert_array_equal, want, got)
+    assert {backend for _, backend, _ in pc.counts()} == {"xla"}

@@ -97,15 +97,19 @@ def settle(
     order: str | None = None,
     wire: WireLike = None,
     wire_backward: WireLike = None,
+    alike: bool = True,
 ) -> How:
-    """Checks axis names and groups against the mesh in scope, and settles what serves."""
+    """Checks axis names and groups against the mesh in scope, and settles what serves.
+
+    Groups must be of equal size if `alike`.
+    """
     size = validation.size_of(axis_name)
     axes = validation.named(axis_name)
     if groups is not None:
-        validation.check_groups(groups, size)
+        validation.check_groups(groups, size, alike)
     validation.check_flag("precise", precise)
     validation.check_order_of_sum(order, axes)
-    how = choose(axes, backend, algorithm, precise, order)
+    how = choose(axes, backend, algorithm, precise, order, groups)
     return how if wire is wire_backward is None else over_wires(how, wire, wire_backward)
 
 
@@ -133,6 +137,7 @@ def choose(
     algorithm: str | None,
     precise: bool = False,
     order: str | None = None,
+    groups: Groups = None,
 ) -> How:
     """Settles what serves a collective over `axes` under the mesh in scope.
 
@@ -158,7 +163,7 @@ def choose(
         return How("xla", named=True, order=order)
     platform = simulation.platform()
     chosen = name or _usual(platform)
-    if obstacle := _obstacle(axes, platform) or _missing(chosen, platform):
+    if obstacle := _obstacle(axes, platform, groups) or _missing(chosen, platform):
         if name is not None or algorithm is not None or precise:
             asked = {"backend": name, "algorithm": algorithm, "precise": precise or None}
             asked = {k: v for k, v in asked.items() if v is not None}
@@ -218,7 +223,7 @@ def _usual(platform: str) -> str:
     return "nccl" if platform in _GPU else "pallas"
 
 
-def _obstacle(axes: tuple[Any, ...], platform: str) -> str:
+def _obstacle(axes: tuple[Any, ...], platform: str, groups: Groups) -> str:
     """Why no kernel can serve a collective over `axes` under the mesh in scope; "" if one can."""
     mesh = jax.sharding.get_abstract_mesh()
     if not mesh.axis_names:
@@ -229,6 +234,8 @@ def _obstacle(axes: tuple[Any, ...], platform: str) -> str:
     automatic = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
     if automatic:
         return f"mesh axis {automatic[0]!r} is not manual, and XLA cannot partition a kernel"
+    if groups is not None and len({*map(len, groups)}) > 1:
+        return f"axis_index_groups={groups!r} are of unequal size, and no kernel takes those"
     if platform == "cpu" and jax.process_count() > 1:
         return "TPU devices are simulated within one process only"
     return simulation.obstacle() if platform == "cpu" else ""

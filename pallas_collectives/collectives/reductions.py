@@ -67,7 +67,7 @@ def psum_scatter(
       >>> jax.vmap(lambda x: pc.psum_scatter(x, "x"), axis_name="x")(jnp.ones((4, 4)))
       Array([4., 4., 4., 4.], dtype=float32)
     """
-    wires = {"wire": wire, "wire_backward": wire_backward}
+    wires: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **wires)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
@@ -112,7 +112,8 @@ def psum(
         at most 64 KiB travel together, by dtype and up to 1 MiB at a time, unless the algorithm is
         asked for in VMEM.
       axis_name: mesh axis, or tuple of axes.
-      axis_index_groups: lists of device numbers that partition the axis; each sums by itself.
+      axis_index_groups: lists of device numbers that partition the axis; each sums by itself. lax
+        serves lists of unequal length, and on TPUs raises.
       precise: let sums of 16-bit and narrower floats travel as float32, at their cost on the wire.
       order: "rank" to have every element added in the order of the ranks, that of device 0 first;
         None for the order of the fastest algorithm.
@@ -231,7 +232,9 @@ def _reduce(
     return_residue: bool = False,
     **wishes: Any,
 ) -> Any:
-    how = choice.settle(axis_name, groups, backend, algorithm, **wishes)
+    # What lax has no arguments for is added by gathers, which take groups of one size.
+    alike = any(wishes.get(name) is not None for name in ("order", "wire", "wire_backward"))
+    how = choice.settle(axis_name, groups, backend, algorithm, **wishes, alike=alike)
     validation.check_flag("return_residue", return_residue)
     how = dataclasses.replace(choice.asked(how, x, adds=True), once=how.once or return_residue)
     if name in ("pmax", "pmin"):
