@@ -250,6 +250,15 @@ def test_explain_says_where_one_axis_is_laid_over_several_of_the_torus(
     )
 
 
+@pytest.mark.parametrize("axis, shared", [("x", 2), ("y", 1)])
+def test_explain_says_how_many_groups_share_a_link(axis: str, shared: int) -> None:
+    """Devices on x, of (4, 2) on 2x4 chips, lie two apart, and those of the others between."""
+    with pc.torus("v6e:2x4"):
+        found = pc.explain("all_gather", 4 * MIB, mesh=harness.mesh(4, 2), axis_name=axis)
+    assert found.sharing == shared
+    assert (f"up to {shared} times as long" in str(found)) == (shared > 1)
+
+
 @pytest.mark.parametrize(
     "dtype, served", [("float64", False), ("complex128", False), ("complex64", True)]
 )

@@ -55,6 +55,8 @@ class Explanation:
         moves its numbers.
       wire: in what numbers it sends, and why; None if none was asked for.
       chunking: in what pieces each kernel sends data; empty where no kernel serves by itself.
+      sharing: how many hops go over the busiest link, each way, while all groups of the mesh call;
+        times are of one.
     """
 
     op: str
@@ -68,11 +70,17 @@ class Explanation:
     inside: tuple["Explanation", ...] = ()
     wire: WirePlan | None = None
     chunking: tuple[Chunking, ...] = ()
+    sharing: int = 1
 
     def __str__(self) -> str:
         on = f"a {self.torus} of {self.devices} x {self.chip}"
         lines = [f"{self.op} of {self.nbytes} bytes a device on {on}: {self.algorithm or 'steps'}"]
         lines.append(f"  {self.why}")
+        if self.sharing > 1:
+            lines.append(
+                f"  while all groups call, {self.sharing} hops go over one link each way: it takes "
+                f"up to {self.sharing} times as long"
+            )
         if self.chunking:
             lines.append(f"  {', then '.join(map(str, self.chunking))}")
         if self.wire is not None and self.wire.algorithm is None:
@@ -285,7 +293,8 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         )
     first = dataclasses.replace(first, wire=over)
     if first.devices == group.size:
-        return dataclasses.replace(first, op=op, nbytes=nbytes, inside=steps[1:])
+        sharing = placement.sharing(group, chip)
+        return dataclasses.replace(first, op=op, nbytes=nbytes, inside=steps[1:], sharing=sharing)
     slices = group.size // first.devices
     why = f"kernels inside each of {slices} slices, lax between them"
     return Explanation(*about, first.torus, "", why, (), steps)

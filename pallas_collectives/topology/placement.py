@@ -217,6 +217,14 @@ def lying(group: Group, chip: chips.Chip) -> tuple[Torus, Sequence[Sequence[Plac
     return there, [[there.place(number) for number in range(math.prod(group.sizes))]]
 
 
+def sharing(group: Group, chip: chips.Chip) -> int:
+    """How many hops go over the busiest link, each way, while all groups of the mesh go round."""
+    if group.index_groups is not None or (group.torus and len(group.torus) > 1):
+        return 1
+    torus, rows = lying(group, chip)
+    return ring_orders.sharing(torus, rows, group.order or range(group.size))
+
+
 @functools.lru_cache(maxsize=256)
 def _rows(
     joined: tuple[str, ...], places: Places, axes: tuple[tuple[str, int], ...]

@@ -14,9 +14,11 @@ wraps round. Elsewhere there is a line (a Hamiltonian path), whose ends are `clo
 Boustrophedon with one column kept free for the way back.
 """
 
+import collections
 import dataclasses
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -75,6 +77,33 @@ def cost(torus: Torus, places: Sequence[Place], order: Sequence[int]) -> Cost:
     line = n > 2 and 2 * closing >= n * max(1, sum(hops) // (n - 1))
     longest = max(hops, default=0) if line else max([*hops, closing])
     return Cost(longest, line, closing, sum(hops) + closing)
+
+
+def sharing(torus: Torus, groups: Sequence[Sequence[Place]], order: Sequence[int]) -> int:
+    """How many hops go over the busiest link, each way, while all groups go round in an order.
+
+    Groups on the same chips, one for each device of a chip, count as one.
+    """
+    rings = {(tuple(at[n][:-1] for n in order), cost(torus, at, order).line) for at in groups}
+    links = collections.Counter(
+        link
+        for ring, line in rings
+        for a, b in itertools.pairwise(ring if line else (*ring, ring[0]))
+        for link in _links(torus, a, b)
+    )
+    return max(links.values(), default=1)
+
+
+def _links(torus: Torus, a: Place, b: Place) -> Iterator[tuple[Place, int, int]]:
+    """The links from one chip to another, axis by axis: whence, along which axis, which way."""
+    for axis, (size, wraps) in enumerate(zip(torus.shape, torus.wraps, strict=True)):
+        distance = b[axis] - a[axis]
+        if wraps and 2 * abs(distance) > size:
+            distance -= int(math.copysign(size, distance))
+        way = 1 if distance > 0 else -1
+        for _ in range(abs(distance)):
+            yield a, axis, way
+            a = (*a[:axis], (a[axis] + way) % size, *a[axis + 1 :])
 
 
 def ring_order(torus: Torus, groups: Sequence[Sequence[Place]]) -> tuple[int, ...]:

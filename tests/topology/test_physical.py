@@ -164,6 +164,19 @@ def test_groups_share_the_order_that_is_best_for_the_worst() -> None:
         assert worst <= max(ring_orders.cost(torus, group, other) for group in (left, turned))
 
 
+@pytest.mark.parametrize("wraps, stride, shared", [(True, 1, 1), (True, 2, 2), (False, 4, 4)])
+def test_groups_whose_devices_lie_apart_share_the_links_between(
+    wraps: bool, stride: int, shared: int
+) -> None:
+    """Each `stride`th of 8 chips in a row is in a group; as many groups pass over each link."""
+    torus = Torus((8, 1), (wraps, False))
+    groups = [[(i, 0, 0) for i in range(first, 8, stride)] for first in range(stride)]
+    assert ring_orders.sharing(torus, groups, range(8 // stride)) == shared
+    assert ring_orders.sharing(torus, groups[:1], range(8 // stride)) == 1
+    cores = [[(*chip, core) for *chip, _ in groups[0]] for core in range(2)]
+    assert ring_orders.sharing(torus, cores, range(8 // stride)) == 1, "as the tables have it"
+
+
 def test_the_pictures_in_the_docstring_are_the_orders() -> None:
     torus = Torus((4, 4), (False, False))
     order = ring_orders.ring_order(torus, [all_places((4, 4))])
