@@ -90,6 +90,14 @@ class Step:
         return self.eqn is not None and _totals(self.eqn)
 
     @property
+    def scatters(self) -> bool:
+        """Whether it is a psum_scatter by a kernel, for which the step around it matters."""
+        if self.eqn is None or self.eqn.primitive.name not in _twins_of("reduce_scatter"):
+            return False
+        how: How = self.eqn.params["how"]
+        return how.beside and how.backend == "pallas" and how.wire is None
+
+    @property
     def awaited(self) -> bool:
         """Whether it exchanges what products have made and wait for, and may be on a SparseCore."""
         return self.eqn is not None and _awaited(self.eqn) and isinstance(self.reads[0], int)
@@ -201,6 +209,14 @@ def awaiting(step: Step) -> Step:
     if how.awaited is not False:
         return step
     params = {**step.eqn.params, "how": dataclasses.replace(how, awaited=True)}
+    return dataclasses.replace(step, eqn=step.eqn.replace(params=params))
+
+
+def by_lax(step: Step, why: str) -> Step:
+    """The same collective, which lax is to serve."""
+    assert step.eqn is not None
+    wishes = {"backend": "xla", "fallback": why, "ahead": "", "fuses": False}
+    params = {**step.eqn.params, "how": dataclasses.replace(step.eqn.params["how"], **wishes)}
     return dataclasses.replace(step, eqn=step.eqn.replace(params=params))
 
 
