@@ -127,7 +127,7 @@ class Stepped(Row):
     Attributes:
       op: the program, and how it is run.
       topology: libtpu's name.
-      under: whose collectives: "lax", "override" or "forced".
+      under: whose collectives: "lax", "override", "forced" or a wire, as "int8".
       compute_us: the core's own work, by XLA's estimate.
       waits_us: what the core waits for collectives.
       packing_us: what it computes for collectives alone (see `steps.packing`).
@@ -168,7 +168,7 @@ class Ran(Row):
 
     Attributes:
       op: the program, and how it is run.
-      under: whose collectives: "lax" or "override".
+      under: whose collectives: "lax", "override" or a wire, as "int8".
       time_us, time_us_min, time_us_max: times of one step, by the clock: median, fastest, slowest.
       compute_us, exposed_us, hidden_us: times of one step, by the profiler, of the median device
         (see `steps.exposed`).
