@@ -34,7 +34,7 @@ _WORTH = 0.1
 _BARE = 4.0
 NO_PRODUCTS = "the products of its step, or of its loop's turn, would hide too little of it"
 
-# What is said of scatters whose results turns only add up.
+# What is said of sums whose results turns only add up.
 ADDED_UP = "XLA adds up what its loop's turns sum, and sums it once behind them"
 
 _ADDS, _CONVERT = ("add", "add_any"), "convert_element_type"
@@ -75,28 +75,29 @@ class Loop:
         return cls(params, _with_tokens(flat.steps, parts[1]), *parts, results)
 
     def summed_once(self) -> "Loop":
-        """The same, with lax's scatters where turns do no more than add up their results.
+        """The same, with lax's sums where turns do no more than add up their results.
 
-        XLA has the turns add up the terms, and scatters once, behind the loop.
+        XLA has the turns add up the terms, and sums over devices once, behind the loop.
         """
-        steps = [turns.by_lax(s, ADDED_UP) if self._adds_up(s) else s for s in self.steps]
+        if self.params["length"] == 1:
+            return self
+        added_up = [s for s in self.steps if s.adds and all(self._adds_up(s, x) for x in s.writes)]
+        steps = [turns.by_lax(s, ADDED_UP) if s in added_up else s for s in self.steps]
         return self if steps == self.steps else dataclasses.replace(self, steps=steps)
 
-    def _adds_up(self, step: Step) -> bool:
-        """Whether a scatter's result, as it is or converted, goes to a sum in the carry alone."""
-        if not step.scatters or self.params["length"] == 1:
-            return False
+    def _adds_up(self, step: Step, total: int) -> bool:
+        """Whether a step's result, as it is or converted, goes to a sum in the carry alone."""
         results = [*numbers(self.results)]
-        while results.count(step.writes[0]) == 0:
-            readers = self._flow.readers(step.writes)
+        while results.count(total) == 0:
+            readers = self._flow.readers([total])
             if len(readers) != 1 or (reader := readers[0]).eqn is None:
                 return False
-            step = reader
+            step, (total, *_) = reader, reader.writes
             if reader.eqn.primitive.name in _ADDS:
                 ends = zip(self.carry, self.carried, strict=True)
-                into = [x for x, end in ends if end == step.writes[0] and x in step.reads]
-                alone = self._flow.readers(into) == [step] and not self._flow.readers(step.writes)
-                return alone and results.count(step.writes[0]) == 1 and into[0] not in results
+                into = [x for x, end in ends if end == total and x in step.reads]
+                alone = self._flow.readers(into) == [step] and not self._flow.readers([total])
+                return alone and results.count(total) == 1 and into[0] not in results
             if reader.eqn.primitive.name != _CONVERT:
                 return False
         return False

@@ -90,9 +90,10 @@ class Step:
         return self.eqn is not None and _totals(self.eqn)
 
     @property
-    def scatters(self) -> bool:
-        """Whether it is a psum_scatter by a kernel, for which the step around it matters."""
-        if self.eqn is None or self.eqn.primitive.name not in _twins_of("reduce_scatter"):
+    def adds(self) -> bool:
+        """Whether it is a psum or psum_scatter by kernels, for which the step around it matters."""
+        adding = _twins_of("reduce_scatter") | {*_PSUMS}
+        if self.eqn is None or self.eqn.primitive.name not in adding:
             return False
         how: How = self.eqn.params["how"]
         return how.beside and how.backend == "pallas" and how.wire is None

@@ -363,15 +363,24 @@ def test_lax_gathers_float32_for_products() -> None:
     assert not pc.override_report().left
 
 
-def added_up(x: jax.Array, w: jax.Array, read: Any = lambda total: None) -> Any:
-    """Gradients of micro-batches, whose scattered sums are added up."""
+def scattered(gradient: jax.Array) -> jax.Array:
+    return lax.psum_scatter(gradient, "x", tiled=True)
+
+
+def summed(gradient: jax.Array) -> jax.Array:
+    return lax.psum(gradient[:1024], "x")
+
+
+def added_up(
+    x: jax.Array, w: jax.Array, read: Any = lambda total: None, add: Any = scattered
+) -> Any:
+    """Gradients of micro-batches, whose sums are added up."""
 
     whole = jnp.concatenate([*w])
 
     def turn(total: jax.Array, x: jax.Array) -> Any:
         gradient = jax.grad(lambda w: jnp.sum((x @ w).astype(jnp.float32) ** 2))(whole)
-        here = lax.psum_scatter(gradient, "x", tiled=True).astype(jnp.float32)
-        return total + here, read(total)
+        return total + add(gradient).astype(jnp.float32), read(total)
 
     return lax.scan(turn, jnp.zeros((1024, 4096)), jnp.stack([x] * 4))
 
@@ -380,10 +389,17 @@ def added_with_more(x: jax.Array, w: jax.Array) -> Any:
     return added_up(x, w, read=jnp.sum)
 
 
-@pytest.mark.parametrize("body, by_lax", [(added_up, True), (added_with_more, False)])
-def test_lax_scatters_once_what_turns_add_up(body: Any, by_lax: bool) -> None:
-    """XLA moves such a scatter out of the loop, but no kernel."""
+def added_for_all(x: jax.Array, w: jax.Array) -> Any:
+    return added_up(x, w, add=summed)
+
+
+@pytest.mark.parametrize(
+    "body, by_lax",
+    [(added_up, "psum_scatter"), (added_for_all, "psum"), (added_with_more, "")],
+)
+def test_lax_sums_once_what_turns_add_up(body: Any, by_lax: str) -> None:
+    """XLA moves such a sum out of the loop, but no kernel."""
     pytest.importorskip("libtpu")
-    lowered(body)
-    kept = [("psum_scatter", loops.ADDED_UP)] if by_lax else []
+    lowered(body, "v5p:2x2x1")
+    kept = [(by_lax, loops.ADDED_UP)] if by_lax else []
     assert [(line.op, line.why) for line in pc.override_report().left] == kept
