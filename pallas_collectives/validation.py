@@ -54,7 +54,10 @@ def devices_of(axis_name: AxisName, groups: Groups) -> int:
 
 
 def check_groups(groups: Sequence[Sequence[int]], size: int, alike: bool = True) -> None:
-    """Checks that groups have each device of an axis once and, if `alike`, are of equal size."""
+    """Checks that groups have each device of an axis once and, if `alike`, are of equal size.
+
+    None may be empty: XLA ends a program with one by an internal error.
+    """
     try:
         members = sorted(device for group in groups for device in group)
     except TypeError:
@@ -63,6 +66,8 @@ def check_groups(groups: Sequence[Sequence[int]], size: int, alike: bool = True)
         rule = f"each of the axis's {size} device numbers must be in exactly one group"
     elif alike and len({len(group) for group in groups}) > 1:
         rule = "groups must be of equal size"
+    elif not all(groups):
+        rule = "no group may be empty"
     else:
         return
     remedy = f"list each number from 0 to {size - 1} once, in lists of one length"

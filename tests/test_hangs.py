@@ -27,6 +27,14 @@ CASES = {
         "run(lambda a: pc.all_gather(a, 'x', axis_index_groups=[[0, 1, 2], [3]]))",
         "groups must be of equal size",
     ),
+    "a mean of groups of different sizes": (
+        "run(lambda a: pc.pmean(a, 'x', axis_index_groups=[[0], [1, 2, 3]]))",
+        "groups must be of equal size",
+    ),
+    "an empty group": (
+        "run(lambda a: pc.psum(a, 'x', axis_index_groups=[[], [0, 1, 2, 3]]))",
+        "no group may be empty",
+    ),
     "two senders to one device": (
         "run(lambda a: pc.ppermute(a, 'x', [(0, 1), (2, 1)]))",
         "no device may be a target twice",

@@ -232,8 +232,10 @@ def _reduce(
     return_residue: bool = False,
     **wishes: Any,
 ) -> Any:
-    # What lax has no arguments for is added by gathers, which take groups of one size.
-    alike = any(wishes.get(name) is not None for name in ("order", "wire", "wire_backward"))
+    # What lax has no arguments for is added by gathers, which take groups of one size; and lax's
+    # means divide by the first group's.
+    asks = any(wishes.get(wish) is not None for wish in ("order", "wire", "wire_backward"))
+    alike = asks or name == "pmean"
     how = choice.settle(axis_name, groups, backend, algorithm, **wishes, alike=alike)
     validation.check_flag("return_residue", return_residue)
     how = dataclasses.replace(choice.asked(how, x, adds=True), once=how.once or return_residue)
