@@ -77,9 +77,10 @@ class Loop:
     def summed_once(self) -> "Loop":
         """The same, with lax's sums where turns do no more than add up their results.
 
-        XLA has the turns add up the terms, and sums over devices once, behind the loop.
+        XLA has the turns add up the terms, and sums over devices once, behind the loop; but not
+        where each turn of its loop is several of the scan's.
         """
-        if self.params["length"] == 1:
+        if (length := self.params["length"]) == 1 or 1 < self.params["unroll"] < length:
             return self
         added_up = [s for s in self.steps if s.adds and all(self._adds_up(s, x) for x in s.writes)]
         steps = [turns.by_lax(s, ADDED_UP) if s in added_up else s for s in self.steps]

@@ -372,7 +372,11 @@ def summed(gradient: jax.Array) -> jax.Array:
 
 
 def added_up(
-    x: jax.Array, w: jax.Array, read: Any = lambda total: None, add: Any = scattered
+    x: jax.Array,
+    w: jax.Array,
+    read: Any = lambda total: None,
+    add: Any = scattered,
+    unroll: int = 1,
 ) -> Any:
     """Gradients of micro-batches, whose sums are added up."""
 
@@ -382,7 +386,7 @@ def added_up(
         gradient = jax.grad(lambda w: jnp.sum((x @ w).astype(jnp.float32) ** 2))(whole)
         return total + add(gradient).astype(jnp.float32), read(total)
 
-    return lax.scan(turn, jnp.zeros((1024, 4096)), jnp.stack([x] * 4))
+    return lax.scan(turn, jnp.zeros((1024, 4096)), jnp.stack([x] * 4), unroll=unroll)
 
 
 def added_with_more(x: jax.Array, w: jax.Array) -> Any:
@@ -393,9 +397,23 @@ def added_for_all(x: jax.Array, w: jax.Array) -> Any:
     return added_up(x, w, add=summed)
 
 
+def added_in_pairs(x: jax.Array, w: jax.Array) -> Any:
+    return added_up(x, w, unroll=2)
+
+
+def added_without_a_loop(x: jax.Array, w: jax.Array) -> Any:
+    return added_up(x, w, unroll=4)
+
+
 @pytest.mark.parametrize(
     "body, by_lax",
-    [(added_up, "psum_scatter"), (added_for_all, "psum"), (added_with_more, "")],
+    [
+        (added_up, "psum_scatter"),
+        (added_for_all, "psum"),
+        (added_with_more, ""),
+        (added_in_pairs, ""),
+        (added_without_a_loop, "psum_scatter"),
+    ],
 )
 def test_lax_sums_once_what_turns_add_up(body: Any, by_lax: str) -> None:
     """XLA moves such a sum out of the loop, but no kernel."""
