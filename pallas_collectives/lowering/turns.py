@@ -91,9 +91,14 @@ class Step:
 
     @property
     def adds(self) -> bool:
-        """Whether it is a psum or psum_scatter by kernels, for which the step around it matters."""
+        """Whether it is a psum or psum_scatter by kernels, for which the step around it matters.
+
+        A scatter that is not tiled is followed by a reshape, which XLA moves no sum across.
+        """
         adding = _twins_of("reduce_scatter") | {*_PSUMS}
         if self.eqn is None or self.eqn.primitive.name not in adding:
+            return False
+        if not self.eqn.params.get("tiled", True):
             return False
         how: How = self.eqn.params["how"]
         return how.beside and how.backend == "pallas" and how.wire is None

@@ -367,6 +367,10 @@ def scattered(gradient: jax.Array) -> jax.Array:
     return lax.psum_scatter(gradient, "x", tiled=True)
 
 
+def not_tiled(gradient: jax.Array) -> jax.Array:
+    return lax.psum_scatter(gradient.reshape(4, 1024, 4096), "x")
+
+
 def summed(gradient: jax.Array) -> jax.Array:
     return lax.psum(gradient[:1024], "x")
 
@@ -397,6 +401,10 @@ def added_for_all(x: jax.Array, w: jax.Array) -> Any:
     return added_up(x, w, add=summed)
 
 
+def added_as_rows(x: jax.Array, w: jax.Array) -> Any:
+    return added_up(x, w, add=not_tiled)
+
+
 def added_in_pairs(x: jax.Array, w: jax.Array) -> Any:
     return added_up(x, w, unroll=2)
 
@@ -411,6 +419,7 @@ def added_without_a_loop(x: jax.Array, w: jax.Array) -> Any:
         (added_up, "psum_scatter"),
         (added_for_all, "psum"),
         (added_with_more, ""),
+        (added_as_rows, ""),
         (added_in_pairs, ""),
         (added_without_a_loop, "psum_scatter"),
     ],
