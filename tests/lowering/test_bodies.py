@@ -63,11 +63,11 @@ def stacked(x: jax.Array, layers: Layers) -> Any:
 
 
 def accumulated(x: jax.Array, layers: Layers) -> Any:
-    """A loop that carries the sum of the gradients on."""
+    """A loop that carries a moment of the gradients on; of their plain sum lax keeps the sums."""
 
     def turn(total: Any, part: jax.Array) -> Any:
         moved, made = plain(part, layers)
-        return jax.tree.map(jnp.add, total, made), moved
+        return jax.tree.map(lambda total, g: total / 2 + g, total, made), moved
 
     total, moved = lax.scan(turn, jax.tree.map(jnp.zeros_like, layers), x[:, None])
     return moved[:, 0], total
