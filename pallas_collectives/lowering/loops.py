@@ -83,8 +83,10 @@ class Loop:
         if (length := self.params["length"]) == 1 or 1 < self.params["unroll"] < length:
             return self
         added_up = [s for s in self.steps if s.adds and all(self._adds_up(s, x) for x in s.writes)]
+        if not added_up or self.goes_in_pairs(self.early()):
+            return self
         steps = [turns.by_lax(s, ADDED_UP) if s in added_up else s for s in self.steps]
-        return self if steps == self.steps else dataclasses.replace(self, steps=steps)
+        return dataclasses.replace(self, steps=steps)
 
     def _adds_up(self, step: Step, total: int) -> bool:
         """Whether a step's result, as it is or converted, goes to a sum in the carry alone."""
