@@ -110,9 +110,10 @@ def _step(program: Program, buffers: Any, mark: Mark, position: int, column: Any
             for buffer in buffers[column.kernel]:
                 if program.home(device, buffer) == device:
                     step.writes[device, buffer.id] = np.arange(buffer.nbytes)
-        case Unscope(own=own, others=others):
-            for buffer in (*own, *others):
-                step.writes[program.home(device, buffer), buffer.id] = np.arange(buffer.nbytes)
+        case Unscope():
+            for buffer in column.memory:
+                if buffer.space != "semaphore_mem":  # what it then holds is `find_kept`'s
+                    step.writes[program.home(device, buffer), buffer.id] = np.arange(buffer.nbytes)
         case Access():
             touched = step.writes if column.writes else step.reads
             touched[place(column.view, device)] = bytes_of(column.view, position)
