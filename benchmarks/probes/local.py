@@ -31,21 +31,28 @@ def _repeat(count_ref: Ref, body: Callable[[Number], None]) -> None:
     lax.fori_loop(0, count_ref[0], lambda i, _: body(i), None)
 
 
+def _copy_together(count_ref: Ref, from_ref: Ref, to_ref: Ref, sem: Semaphore) -> None:
+    """As many tiles as there are semaphores: all DMAs are started, then awaited."""
+
+    def once(_: object) -> None:
+        spans = (pl.ds(i * TILE, TILE) for i in range(sem.shape[0]))
+        copies = [
+            pltpu.make_async_copy(from_ref.at[rows], to_ref.at[rows], sem.at[i])
+            for i, rows in enumerate(spans)
+        ]
+        for copy in copies:
+            copy.start()
+        for copy in copies:
+            copy.wait()
+
+    _repeat(count_ref, once)
+
+
 def batch(rig: Rig, in_flight: int) -> Probe:
     """Starts DMAs of one tile, HBM to VMEM, then waits for all: n starts and one latency."""
 
     def kernel(count_ref: Ref, _: Ref, x_ref: Ref, o_ref: Ref, tiles: Ref, sem: Semaphore) -> None:
-        def copy(i: int) -> Copy:
-            rows = pl.ds(i * TILE, TILE)
-            return pltpu.make_async_copy(x_ref.at[rows], tiles.at[rows], sem.at[i])
-
-        def once(_: object) -> None:
-            for i in range(in_flight):
-                copy(i).start()
-            for i in range(in_flight):
-                copy(i).wait()
-
-        _repeat(count_ref, once)
+        _copy_together(count_ref, x_ref, tiles, sem)
         pltpu.sync_copy(tiles, o_ref)
 
     rows, g = in_flight * TILE, rig.machine.generation
@@ -108,17 +115,7 @@ def there(rig: Rig, in_flight: int) -> Probe:
     """As `batch`, on a SparseCore, and from HBM to HBM, as a scalar subcore has no VMEM."""
 
     def kernel(count_ref: Ref, _: Ref, x_ref: Ref, o_ref: Ref, sem: Semaphore) -> None:
-        def copy(i: int) -> Copy:
-            rows = pl.ds(i * TILE, TILE)
-            return pltpu.make_async_copy(x_ref.at[rows], o_ref.at[rows], sem.at[i])
-
-        def once(_: object) -> None:
-            for i in range(in_flight):
-                copy(i).start()
-            for i in range(in_flight):
-                copy(i).wait()
-
-        _repeat(count_ref, once)
+        _copy_together(count_ref, x_ref, o_ref, sem)
 
     g = rig.machine.generation
     return probe(
