@@ -282,7 +282,7 @@ class Rewritten:
         if step in self.lax_keeps and collective_times.wired(step):
             return {"ahead": "", "awaited": True}
         if step in self.lax_keeps:
-            return {"ahead": "", "backend": "xla", "fallback": NO_PRODUCTS}
+            return turns.by_lax(NO_PRODUCTS)
         there = {"ahead": "", **self._read(step)}
         if step in self.loop.crowded_out:
             return there | {"awaited": True}

@@ -263,14 +263,14 @@ class _Turn:
 
         None where it is made of something else, too, or where something else needs any of them.
         """
-        values = self.flow.ancestors([total], _adds)
+        values = self.flow.ancestors([total], adds_two)
         alone = (value for value in values if len(self.flow.readers([value])) == 1)
         makers = (self.flow.makers.get(value) for value in alone)
-        found = [step for step in makers if step and (_adds(step) or _Product.of(step))]
+        found = [step for step in makers if step and (adds_two(step) or _Product.of(step))]
         return found if len(found) == len(values) and self._results.isdisjoint(values) else []
 
 
-def _adds(step: Step) -> bool:
+def adds_two(step: Step) -> bool:
     """Whether it adds two values of its turn."""
     adds = step.eqn is not None and step.eqn.primitive.name in _ADDITIONS
     return adds and len({*numbers(step.reads)}) == 2

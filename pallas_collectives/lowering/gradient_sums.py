@@ -29,8 +29,6 @@ from pallas_collectives.lowering.sums_in_two import in_two
 from pallas_collectives.lowering.turns import Step, numbers
 from pallas_collectives.topology import chips
 
-_CONVERT = "convert_element_type"
-
 
 class _Queue:
     """What runs sums beside products, one after the other."""
@@ -176,7 +174,7 @@ def _stacked(flow: Dataflow, results: Set[int], psum: Step, k: int) -> tuple[Ste
             if place < carried:
                 return None
             return maker, _Row(place, converts, _of_row(_alone(psum, k)))
-        if maker.eqn.primitive.name != _CONVERT:
+        if maker.eqn.primitive.name != turns.CONVERT:
             break
         converts.append(maker)
         array, reader = maker.reads[0], maker

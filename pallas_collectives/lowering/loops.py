@@ -37,7 +37,6 @@ NO_PRODUCTS = "the products of its step, or of its loop's turn, would hide too l
 # What is said of sums whose results turns only add up.
 ADDED_UP = "XLA adds up what its loop's turns sum, and sums it once behind them"
 
-_ADDS, _CONVERT = ("add", "add_any"), "convert_element_type"
 _HANDS_ON = operator.attrgetter("hands_on")
 
 
@@ -85,7 +84,8 @@ class Loop:
         added_up = [s for s in self.steps if s.adds and all(self._adds_up(s, x) for x in s.writes)]
         if not added_up or self.goes_in_pairs(self.early()):
             return self
-        steps = [turns.by_lax(s, ADDED_UP) if s in added_up else s for s in self.steps]
+        by_lax = turns.by_lax(ADDED_UP) | {"fuses": False}
+        steps = [turns.asking(s, **by_lax) if s in added_up else s for s in self.steps]
         return dataclasses.replace(self, steps=steps)
 
     def _adds_up(self, step: Step, total: int) -> bool:
@@ -96,12 +96,12 @@ class Loop:
             if len(readers) != 1 or (reader := readers[0]).eqn is None:
                 return False
             step, (total, *_) = reader, reader.writes
-            if reader.eqn.primitive.name in _ADDS:
+            if fusing.adds_two(reader):
                 ends = zip(self.carry, self.carried, strict=True)
                 into = [x for x, end in ends if end == total and x in step.reads]
                 alone = self._flow.readers(into) == [step] and not self._flow.readers([total])
                 return alone and results.count(total) == 1 and into[0] not in results
-            if reader.eqn.primitive.name != _CONVERT:
+            if reader.eqn.primitive.name != turns.CONVERT:
                 return False
         return False
 

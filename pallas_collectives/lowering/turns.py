@@ -25,6 +25,7 @@ _CALLS = {
 }
 
 _PRODUCT = "dot_general"
+CONVERT = "convert_element_type"
 _LOOP = "scan"
 
 # Products in one kernel with their collective.
@@ -187,9 +188,7 @@ class Step:
         if self.eqn is None:
             results = barrier.barrier(read)
         else:
-            primitive, params = self.eqn.primitive, self.eqn.params
-            if wishes:
-                params = {**params, "how": dataclasses.replace(params["how"], **wishes)}
+            primitive, params = self.eqn.primitive, _asking(self.eqn, **wishes)
             with self.eqn.ctx.manager, _compat.named_as(self.eqn, self.within):
                 found = primitive.bind(*read, **primitive.get_bind_params(params))
             results = found if primitive.multiple_results else [found]
@@ -202,9 +201,8 @@ def of_some(step: Step, wanted: Sequence[bool], **wishes: Any) -> Step | None:
     part = remat.part(step.eqn, wanted)
     if part is None:
         return None
-    params = {**part.params, "how": dataclasses.replace(part.params["how"], **wishes)}
     reads, writes = (tuple(itertools.compress(of, wanted)) for of in (step.reads, step.writes))
-    return Step(part.replace(params=params), reads, writes, step.within)
+    return Step(part.replace(params=_asking(part, **wishes)), reads, writes, step.within)
 
 
 def awaiting(step: Step) -> Step:
@@ -212,18 +210,25 @@ def awaiting(step: Step) -> Step:
     if step.eqn is None or step.eqn.primitive.name not in _twins_of("all_gather"):
         return step
     how: How = step.eqn.params["how"]
-    if how.awaited is not False:
-        return step
-    params = {**step.eqn.params, "how": dataclasses.replace(how, awaited=True)}
-    return dataclasses.replace(step, eqn=step.eqn.replace(params=params))
+    return step if how.awaited is not False else asking(step, awaited=True)
 
 
-def by_lax(step: Step, why: str) -> Step:
-    """The same collective, which lax is to serve."""
+def asking(step: Step, **wishes: Any) -> Step:
+    """The same collective, with some fields of its `How` others."""
     assert step.eqn is not None
-    wishes = {"backend": "xla", "fallback": why, "ahead": "", "fuses": False}
-    params = {**step.eqn.params, "how": dataclasses.replace(step.eqn.params["how"], **wishes)}
-    return dataclasses.replace(step, eqn=step.eqn.replace(params=params))
+    return dataclasses.replace(step, eqn=step.eqn.replace(params=_asking(step.eqn, **wishes)))
+
+
+def by_lax(why: str) -> dict[str, Any]:
+    """What a collective asks for that lax is to serve."""
+    return {"backend": "xla", "fallback": why, "ahead": ""}
+
+
+def _asking(eqn: JaxprEqn, **wishes: Any) -> dict[str, Any]:
+    """The parameters of an equation, with some fields of a collective's `How` others."""
+    if not wishes:
+        return eqn.params
+    return {**eqn.params, "how": dataclasses.replace(eqn.params["how"], **wishes)}
 
 
 def _how(eqn: JaxprEqn) -> How | None:
