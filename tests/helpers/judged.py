@@ -43,7 +43,7 @@ def case(name: str, body: Any, *finds: str, devices: Any = (2, 3, 4), **fields: 
 
 def cases() -> list[Case]:
     """All that are judged."""
-    for name in ("rings", "kernels", "features", "cores", "public"):
+    for name in ("rings", "kernels", "features", "scopes", "cores", "public"):
         importlib.import_module(f"judged_{name}")
     return CASES
 
