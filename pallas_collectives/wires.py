@@ -59,7 +59,8 @@ class Wire:
 
     Attributes:
       dtype: "bfloat16" (of float32), "int8", "float8_e4m3fn" or "float8_e5m2".
-      group: how many numbers have a scale together: 128, 256, or "row", the last dimension.
+      group: how many numbers have a scale together: 128, 256, or "row", the last dimension. Sums
+        cut an operand into blocks of 128s or of whole rows, and add up what was quantised once.
       rounding: "nearest", ties to even; or "stochastic", up or down so that the mean is the number.
       key: for stochastic rounding, of `jax.random`; devices along the axes that a collective names
         draw numbers of their own from it, and those along other axes the same ones.

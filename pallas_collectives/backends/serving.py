@@ -118,7 +118,7 @@ def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool
     brought = args[0].size * dtype.itemsize * (params["axis_size"] if name == "all_gather" else 1)
     if how.backend == "nccl":
         why = overlaps.by_xla_on_gpus(name, brought, how.awaited)
-        return why, bool(why)
+        return why or overlaps.counted_by_xla_on_gpus(name, brought), bool(why)
     if why := overlaps.by_xla(name, chip):
         return why, True
     if name == "all_gather" and how.awaited is not None:

@@ -83,7 +83,7 @@ def settled(
     if not bundled_later and (lost := _lost(op, x, way.sent, wire)):
         note_left_out(op, wire, lost)
         return None, plain, NO_WAY
-    us = wire_ways.plain_us(op, x.nbytes, group, how.backend)
+    us = wire_ways.plain_us(op, x.nbytes, group, how)
     if wire.optional and us is not None and way.us is not None and way.us >= us:
         note_left_out(op, wire, _no_quicker(way.us, us))
         return None, plain, NO_WAY
@@ -98,7 +98,7 @@ def settled(
                  requantizes=wire_ways.adds(op) and way.packs, candidates=told)
     )  # fmt: skip
     if wire.scaled and wire_ways.adds(op):
-        plain = dataclasses.replace(plain, algorithm=None)
+        plain = dataclasses.replace(plain, algorithm=None, order=None)
     return wire, plain, way
 
 
@@ -170,11 +170,6 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
     if not wire_ways.adds(op) or not wire.scaled:
         return ""
     called = counters.lax_name(op)
-    if wire.group == "row":
-        why = "a sum's scale groups are cut from the flattened operand, which has no rows"
-        if not wire.optional:
-            raise WireError(f"wire {wire} for {called}", why, "take groups of 128 or 256")
-        return why
     once = wire_ways.once(op)
     if how.algorithm not in (None, *once):
         rings = wire_ways.packing(op, group)
@@ -186,14 +181,18 @@ def _unfit(op: str, wire: Wire, group: Group, how: How) -> str:
             remedy = f"leave algorithm=None, or name {alike!r}: it quantises each term once"
             raise AlgorithmError(f"algorithm={how.algorithm!r} for {called}", why, remedy)
         return why
-    if how.order is not None:
-        why = "groups have a scale together, so that bits depend on an element's neighbours"
-        if not wire.optional:
-            raise WireError(
-                f"wire {wire} for {called} with order={how.order!r}", why, "leave one out"
-            )
-        return why
-    return ""
+    if how.order is None:
+        return ""
+    why, remedy = "", "write Wire(..., group='row')"
+    if wire.optional:
+        why = "whether it is taken depends on the operand's size, and so would the bits"
+    elif wire.group != "row":
+        why = "numbers that have a scale together may be of different rows, where bits must not"
+    elif how.algorithm not in (None, EXCHANGE):
+        why, remedy = "it has other bits than the exchange", "leave algorithm=None"
+    if why and not wire.optional:
+        raise WireError(f"wire {wire} for {called} with order={how.order!r}", why, remedy)
+    return why
 
 
 def _beside(op: str, x: jax.Array, group: Group, how: How) -> str:

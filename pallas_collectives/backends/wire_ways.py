@@ -17,6 +17,7 @@ and a gather of terms where it is named; where no times tell, and where a draw o
 in what bits terms are quantised, it is the exchange, or the passes.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -197,6 +198,8 @@ def no_ring(op: str, group: Group, how: How) -> str:
     """Why sums over a group cannot be added on the way; "" if they can."""
     if how.backend != "pallas":
         return f"backend {how.backend!r} adds where it has all terms"
+    if adds(op) and how.wire is not None and how.wire.group == "row":
+        return "kernels that add on the way know groups of 128 and 256"
     if how.once:
         return "stochastic rounding and residues need terms that are quantised once"
     if slices.split(group, slices.slices(group, how.across)) is not None:
@@ -206,10 +209,14 @@ def no_ring(op: str, group: Group, how: How) -> str:
     return ""
 
 
-def plain_us(op: str, nbytes: int, group: Group, backend: str) -> float | None:
-    """Microseconds of a collective without a wire; None where no table tells."""
-    if backend != "pallas":
+def plain_us(op: str, nbytes: int, group: Group, how: How) -> float | None:
+    """Microseconds of a collective without its wire; None where no table tells."""
+    if how.backend != "pallas":
         return None
+    if how.order is not None and adds(op):
+        plain = dataclasses.replace(how, wire=None, algorithm=None)
+        found = fastest.decided(op, plain, nbytes, group)
+        return found.us if found else None
     return _least(op, catalogue.COLLECTIVES[op].block_bytes(nbytes, group.size), group)
 
 

@@ -11,10 +11,10 @@ buffer, so that scales travel with their chunk:
                                    of two devices, or by name, an all_gather of the terms: each
                                    device adds them
 
-Sums take groups of the flattened block. With b_p the error bound of device p's term (half a step,
-see `wires.error_bound`) and B that of the sum: a scattered sum is within b_0 + ... + b_(n-1) of the
-exact one, and a psum of three or more within B more; all of it before the result is rounded to the
-operand's dtype.
+Sums take groups of the flattened block, or rows of it. With b_p the error bound of device p's term
+(half a step, see `wires.error_bound`) and B that of the sum: a scattered sum is within
+b_0 + ... + b_(n-1) of the exact one, and a psum of three or more within B more; all of it before
+the result is rounded to the operand's dtype.
 A sum beyond that dtype is inf; so a psum of three or more has NaN in its group, as wherever a
 group holds inf.
 
@@ -136,42 +136,37 @@ class OnWire:
     def reduce_scatter(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
         """The sum of everyone's block `me`."""
         blocks = blocks_of(x, axis, group.size)
-        shape = blocks.shape[1:]
-        elements = math.prod(shape[: how.mapped])
-        size = math.prod(shape) // elements
-        padded = _padded(size, how)
-        wire, plain, way = settled("reduce_scatter", x, (group.size, elements * padded), group, how)
+        flatten = functools.partial(_flat, how=how)
+        at = jax.eval_shape(flatten, blocks).shape
+        wire, plain, way = settled("reduce_scatter", x, at, group, how)
         if wire is None or not wire.scaled:
             summed = self._module.reduce_scatter(_cast(x, wire), group, axis=axis, how=plain)
             return summed.astype(x.dtype)
-        flat = blocks.reshape(group.size, elements, size)
-        flat = jnp.pad(flat, ((0, 0), (0, 0), (0, padded - size))).reshape(group.size, -1)
         if way.packs:
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             options = {"wire": wire, "result": x.dtype, "how": named}
-            if padded == size:
+            if math.prod(at) == x.size:
                 return self._module.requantized_scatter(x, group, axis=axis, **options)
-            sums = self._module.requantized_scatter(flat, group, axis=0, **options)
+            sums = self._module.requantized_scatter(flatten(blocks), group, axis=0, **options)
         else:
-            sums = _added(flat, wire, self._move("exchange", group, plain), x.dtype)
-        return sums.reshape(elements, padded)[:, :size].reshape(shape).astype(x.dtype)
+            sums = _added(flatten(blocks), wire, self._move("exchange", group, plain), x.dtype)
+        return _unflat(sums, blocks.shape[1:], how).astype(x.dtype)
 
     def all_reduce(self, x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
         """The sum, everywhere."""
         assert op == "sum", "maxima have no wire"
         n = group.size
-        elements = math.prod(x.shape[: how.mapped])
-        size = x.size // elements
-        padded = _padded(size, how)
-        each = -(-elements * padded // n)
-        if how.wire is not None and how.wire.scaled and isinstance(how.wire.group, int):
-            each = -(-each // how.wire.group) * how.wire.group  # no group lies in two blocks
-        wire, plain, way = settled("all_reduce", x, (n, each), group, how)
+
+        def cut(x: jax.Array) -> jax.Array:
+            flat = _flat(x[None], how)[0]
+            unit = n * _whole(how)  # no group lies in two blocks
+            padding = [(0, -len(flat) % unit), *[(0, 0)] * (flat.ndim - 1)]
+            return jnp.pad(flat, padding).reshape(n, -1, *flat.shape[1:])
+
+        wire, plain, way = settled("all_reduce", x, jax.eval_shape(cut, x).shape, group, how)
         if wire is None or not wire.scaled:
             return self._module.all_reduce(_cast(x, wire), group, op=op, how=plain).astype(x.dtype)
-        gather = self._move("gather", group, plain)
-        flat = jnp.pad(x.reshape(elements, size), ((0, 0), (0, padded - size))).reshape(-1)
-        blocks = jnp.pad(flat, (0, n * each - flat.size)).reshape(n, each)
+        blocks, gather = cut(x), self._move("gather", group, plain)
         if way.packs:
             rows = math.prod(x.shape[:-1])
             if blocks.size == x.size and rows % n == 0 and x.shape[-1] % int(wire.group) == 0:
@@ -179,11 +174,10 @@ class OnWire:
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             whole = self._module.requantized_reduce(blocks, group, wire=wire, how=named)
         elif gathers_terms(n, way.algorithm):
-            whole = _added(blocks.reshape(1, -1), wire, gather, x.dtype)
+            whole = _added(blocks.reshape(1, -1, *blocks.shape[2:]), wire, gather, x.dtype)
         else:
             whole = _reduced(blocks, wire, self._move("exchange", group, plain), gather)
-        whole = whole.reshape(-1)[: flat.size]
-        return whole.reshape(elements, padded)[:, :size].reshape(x.shape)
+        return _unflat(whole, x.shape, how)
 
     def _move(self, op: str, group: Group, how: How, perm: Sequence[tuple[int, int]] = ()) -> Move:
         """A gather or exchange of blocks, or a permute."""
@@ -274,12 +268,41 @@ def _term(values: jax.Array, scales: jax.Array, number: Number) -> jax.Array:
     )
 
 
-def _padded(size: int, how: How) -> int:
-    """Numbers of an element of vmap's, with so much padding that no group is of two elements."""
+def _flat(blocks: jax.Array, how: How) -> jax.Array:
+    """(k, *block) -> (k, numbers), in which sums are quantised; (k, rows, columns) by rows.
+
+    Elements of vmap's are padded, so that no group is of two.
+    """
+    block = blocks.shape[1:]
+    if _by_rows(how):
+        columns = block[-1] if len(block) > how.mapped else 1
+        return blocks.reshape(len(blocks), math.prod(block) // columns, columns)
+    elements = math.prod(block[: how.mapped])
+    size = math.prod(block) // elements
+    padding = -size % _whole(how) if how.mapped else 0
+    apart = blocks.reshape(len(blocks), elements, size)
+    return jnp.pad(apart, ((0, 0), (0, 0), (0, padding))).reshape(len(blocks), -1)
+
+
+def _unflat(flat: jax.Array, shape: tuple[int, ...], how: How) -> jax.Array:
+    """What `_flat` makes of one block, and perhaps padding behind it, in the block's shape."""
+    numbers, elements = math.prod(shape), math.prod(shape[: how.mapped])
+    if _by_rows(how) or not how.mapped:
+        return flat.reshape(-1)[:numbers].reshape(shape)
+    size = numbers // elements
+    each = size + -size % _whole(how)
+    return flat.reshape(-1)[: elements * each].reshape(elements, each)[:, :size].reshape(shape)
+
+
+def _by_rows(how: How) -> bool:
+    """Whether a sum's groups are rows."""
+    return how.wire is not None and how.wire.group == "row"
+
+
+def _whole(how: How) -> int:
+    """In how many numbers, or rows, a sum's operand is cut at the least: whole groups."""
     wire = how.wire
-    if not how.mapped or wire is None or not wire.scaled or not isinstance(wire.group, int):
-        return size
-    return -(-size // wire.group) * wire.group
+    return wire.group if wire is not None and wire.scaled and isinstance(wire.group, int) else 1
 
 
 def _cast(x: jax.Array, wire: Wire | None) -> jax.Array:

@@ -13,7 +13,8 @@ Those that gather, exchange, permute or sum floats can send narrower numbers (se
 * `wire`: "int8", "float8_e4m3fn", "float8_e5m2", "bfloat16" (of float32), a `Wire`, "auto" (int8
   where that is worth it), or None. Results are within half a step of each group of 128 numbers;
   sums are added in float32. A wire that would take more bytes than it saves is a WireError, and so
-  is one with scales for a sum with `order="rank"`: groups make bits depend on their neighbours;
+  is one for a sum with `order="rank"` whose scales are not of rows (`Wire(..., group="row")`):
+  groups of 128 make bits depend on their neighbours;
 * `wire_backward`: that of derivatives, which pass straight through rounding; None for full numbers;
 * `dequantize`: False to have (values, scales) of what comes, for a product of quantised numbers;
   they have no derivative: gradients through them are zero;
@@ -207,9 +208,10 @@ def ragged_all_to_all(
     axis_index_groups: Groups = None,
     wire: WireLike = None,
     wire_backward: WireLike = None,
+    dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
-) -> jax.Array:
+) -> Any:
     """Sends rows of runtime-chosen counts to each device, as `jax.lax.ragged_all_to_all` does.
 
     Args:
@@ -224,7 +226,7 @@ def ragged_all_to_all(
         alone.
       axis_name: mesh axis, or tuple of axes, of n devices together.
       axis_index_groups: lists of device numbers that partition the axis; each exchanges by itself.
-      wire, wire_backward: see the module.
+      wire, wire_backward, dequantize: see the module.
       backend: see the module.
       algorithm: "direct" (all slices at once), "ring" (chunk by chunk, passed on by neighbours),
         "line" (the same on devices whose first and last share no link), "torus" (passed on along
@@ -232,7 +234,7 @@ def ragged_all_to_all(
         slices); with ":vmem" behind it in VMEM.
 
     Returns:
-      `output` with the rows received in place.
+      `output` with the rows received in place; with dequantize=False that is quantized, too.
 
     The kernel clips sizes to the rows that both arrays have, and moves a slice that lies out of
     range to where it fits, as `jax.lax.dynamic_slice` does; lax leaves both undefined.
@@ -265,8 +267,14 @@ def ragged_all_to_all(
     )
     options = {"axis_name": axis_name, "axis_index_groups": axis_index_groups}
     exchange = functools.partial(LAX.ragged_all_to_all, **options)
-    rows = quantized.Groups(0, np.shape(operand)[0], flat=True)
+    validation.check_flag("dequantize", dequantize)
+    rows = quantized.Groups(0, np.shape(operand)[0], flat=bool(dequantize))
     given = quantized.sent(operand, wire, axis_name, axis_index_groups, rows)
+    if not dequantize:
+        narrow = quantized.checked(wire, wire_backward)
+        by: dict[str, Any] = {**slices, **options, "backend": backend, "algorithm": algorithm}
+        move = functools.partial(ragged_all_to_all, **by)
+        return quantized.received(given, output, narrow, move)
     return primitives.with_twins(how, exchange, given, output, *slices.values())
 
 
@@ -326,6 +334,7 @@ def pshuffle(
     *,
     wire: WireLike = None,
     wire_backward: WireLike = None,
+    dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -338,9 +347,11 @@ def pshuffle(
     over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
-    validation.checked_perm(
-        [(source, target) for target, source in enumerate(perm)], validation.size_of(axis_name)
-    )
+    pairs = [(source, target) for target, source in enumerate(perm)]
+    validation.checked_perm(pairs, validation.size_of(axis_name))
+    if dequantize is not True:
+        by: dict[str, Any] = {**over, "backend": backend, "algorithm": algorithm}
+        return ppermute(x, axis_name, pairs, dequantize=dequantize, **by)
     given = quantized.sent(x, wire, axis_name, None, quantized.WHOLE)
     return primitives.with_twins(how, lambda x: LAX.pshuffle(x, axis_name, perm), given)
 
@@ -353,6 +364,7 @@ def pswapaxes(
     axis_index_groups: Groups = None,
     wire: WireLike = None,
     wire_backward: WireLike = None,
+    dequantize: bool = True,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
@@ -367,6 +379,9 @@ def pswapaxes(
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
+    if dequantize is not True:
+        by: dict[str, Any] = {**over, **options, "backend": backend, "algorithm": algorithm}
+        return all_to_all(x, axis_name, axis, axis, dequantize=dequantize, **by)
     n = validation.devices_of(axis_name, axis_index_groups)
     groups = quantized.Groups(axis, n)
     given = quantized.sent(x, wire, axis_name, axis_index_groups, groups)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from pallas_collectives import _compat, validation, wires
 from pallas_collectives.backends import wire_choice, wired
@@ -31,7 +32,7 @@ class Groups:
     Attributes:
       axis: along which it is cut in blocks, that are grouped apart; None for one block.
       blocks: how many there are.
-      flat: whether each block is flattened first, as for sums.
+      flat: whether each block is flattened first, as for sums; but not where rows have scales.
       folds: whether constants are multiplied where they are, and not sent.
     """
 
@@ -40,11 +41,12 @@ class Groups:
     flat: bool = False
     folds: bool = False
 
-    def over(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-        """fn(x), fn being of arrays that are grouped along their last dimension."""
+    def over(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array, wire: Wire) -> jax.Array:
+        """fn(x), fn being of arrays that a wire groups along their last dimension."""
         axis = None if self.axis is None else self.axis % x.ndim
         apart = x[None] if axis is None else blocks_of(x, axis, self.blocks)
-        rows = apart.reshape(len(apart), -1) if self.flat or not x.ndim else apart
+        flat = self.flat and wire.group != "row"
+        rows = apart.reshape(len(apart), -1) if flat or not x.ndim else apart
         changed = fn(rows).reshape(apart.shape)
         return changed[0] if axis is None else side_by_side(changed, axis)
 
@@ -107,7 +109,7 @@ def _drawn(x: jax.Array, wire: Wire, key: jax.Array, groups: Groups) -> jax.Arra
         noise = jax.random.uniform(key, rows.shape)
         return wires.drawn(rows, wire.fixed, noise)
 
-    return groups.over(draw, x)
+    return groups.over(draw, x, wire)
 
 
 def residue(
@@ -136,7 +138,8 @@ def residue(
         wires.check(wire, jnp.asarray(leaf).dtype, "a residue")
         if not are_sent or not groups.send(leaf):
             return _compat.as_varying(jnp.zeros_like(leaf), _compat.varying(leaf))
-        arrives = groups.over(lambda rows: wires.as_sent(rows, wire.fixed), jnp.asarray(given))
+        sent_as = functools.partial(wires.as_sent, wire=wire.fixed)
+        arrives = groups.over(sent_as, jnp.asarray(given), wire)
         return lax.stop_gradient(leaf - arrives)
 
     return jax.tree.map(lost, x, given)
@@ -183,6 +186,26 @@ def exchanged(
 def permuted(x: Any, wire: Wire, move: Move) -> Any:
     """(values, scales) of what comes; `move` permutes."""
     return _each(lambda x: tuple(p[0] for p in wired.moved(x[None], wire, move)), x, wire)
+
+
+def received(
+    operand: ArrayLike,
+    output: ArrayLike,
+    wire: Wire,
+    move: Callable[[jax.Array, jax.Array], jax.Array],
+) -> Any:
+    """(values, scales) of the rows that come, and of `output` where none do.
+
+    `move` brings rows of its first argument to the second.
+    """
+
+    def receive(operand: jax.Array) -> tuple[jax.Array, ...]:
+        onto = jnp.asarray(output)
+        shape = operand.shape[1:]
+        sent, held = (wires.pack(*wires.quantize(x, wire), cut=False) for x in (operand, onto))
+        return wires.unpack(move(sent, held), shape, wire)
+
+    return _each(receive, operand, wire)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))

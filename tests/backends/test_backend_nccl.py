@@ -391,3 +391,23 @@ def test_graphs_can_be_turned_off(by_nccl):
     assert calls_out(by_nccl, f, x) == [2 * OWN] * 10
     assert ffi.counters.python == python, "calls are made from tapes, not by Python"
     np.testing.assert_array_equal(f(x), np.full((N, 8), N * N))
+
+
+@pytest.mark.parametrize("rows, by", [(512, "lax"), (8192, "nccl")])
+def test_lax_keeps_ragged_exchanges_of_few_bytes(rows: int, by: str, monkeypatch) -> None:
+    """NCCL waits for the host to read the counts."""
+    monkeypatch.setattr(choice, "_usual", lambda platform: "nccl")
+
+    def exchange(x: jax.Array) -> jax.Array:
+        ones, me = jnp.ones(N, jnp.int32), jax.lax.axis_index("x")
+        tables = jnp.arange(N, dtype=jnp.int32), ones, jnp.full(N, me, jnp.int32), ones
+        return jax.lax.ragged_all_to_all(x, 0 * x, *tables, axis_name="x")
+
+    specs = {"mesh": harness.mesh(N), "in_specs": P("x"), "out_specs": P("x")}
+    program = jax.jit(jax.shard_map(exchange, **specs))
+    with pc.override_lax():
+        traced = program.trace(jnp.zeros((N * rows, 256)))
+        traced.lower(lowering_platforms=("cuda",))  # XLA has none on CPUs
+    report = pc.override_report()
+    (line,) = report.left if by == "lax" else report.replaced
+    assert line.op == "ragged_all_to_all" and ("read the counts" in line.why) == (by == "lax")

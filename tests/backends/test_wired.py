@@ -328,6 +328,10 @@ def test_ragged_rows_arrive_and_others_stay() -> None:
     untouched = want == 7.25
     assert untouched.any() and not untouched.all()
     np.testing.assert_array_equal(got == 7.25, untouched)
+    apart = functools.partial(program, wire="int8", dequantize=False)
+    values, scales = run(apart, x, n=n, check_vma=False)
+    assert values.shape == x.shape and scales.shape == (*x.shape[:-1], 1)
+    np.testing.assert_array_equal(wires.dequantize(values, scales), got)
     assert np.abs(got - want).max() <= np.abs(x).max() / 127
 
 
@@ -405,6 +409,8 @@ def test_values_and_scales_come_apart(tiled: bool) -> None:
                 pc.all_to_all, axis_name="x", split_axis=0, concat_axis=0, tiled=tiled
             ),
             functools.partial(pc.ppermute, axis_name="x", perm=[(0, 1)]),
+            functools.partial(pc.pshuffle, axis_name="x", perm=[1, 2, 3, 0]),
+            functools.partial(pc.pswapaxes, axis_name="x", axis=0),
         ]
         return [(call(x, **how), call(x, **how, dequantize=False)) for call in calls]
 

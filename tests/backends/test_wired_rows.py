@@ -1,0 +1,126 @@
+"""Sums whose scales are of rows: within the bound, and in the order of the ranks the same alone."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives.errors import AlgorithmError, WireError
+from pallas_collectives.wires import Wire
+from wired_calls import BY_XLA, KINDS, data, run
+
+ROWS = Wire("int8", "row")
+COLUMNS = 300  # no multiple of 128: a row is a group whatever its length
+
+
+def steps(x: np.ndarray) -> np.ndarray:
+    """Half a step of each row of x, in numpy alone."""
+    return np.abs(x).max(axis=-1, keepdims=True) / 254 * (1 + 2.0**-15) + 1e-37
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_sums_are_within_half_a_step_of_each_row(n: int, backend: str) -> None:
+    how: Any = {"wire": ROWS, "backend": backend}
+    scatter = harness.per_device(
+        lambda x: pc.psum_scatter(x, "x", tiled=True, **how), harness.mesh(n)
+    )
+    add = harness.per_device(lambda x: pc.psum(x, "x", **how), harness.mesh(n))
+    for kind in KINDS:
+        x = data(n, kind, rows=3, columns=COLUMNS)
+        scattered, whole = np.asarray(scatter(x)), np.asarray(add(x))
+        terms = x.astype(np.float64)
+        exact, of_terms = terms.sum(axis=0), steps(terms).sum(axis=0)
+        off = 2.0**-22 * np.abs(terms).sum(axis=0) + of_terms
+        assert (np.abs(scattered.reshape(exact.shape) - exact) <= off).all(), kind
+        off = off + (0 if n == 2 else steps(np.abs(exact) + off))
+        assert (np.abs(whole - exact) <= off).all(), kind
+        assert (whole == whole[0]).all(), kind
+        assert kind != "normal" or (whole[0] != exact).any()
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_in_order_a_row_has_the_same_bits_alone(n: int) -> None:
+    """In another place, of a larger array, mapped, scattered apart, and by another backend."""
+    x = data(n, "heavy tails", rows=4, columns=COLUMNS)
+
+    def total(x: jax.Array, backend: str = "xla") -> jax.Array:
+        return pc.psum(x, "x", wire=ROWS, order="rank", backend=backend)
+
+    def block(x: jax.Array, backend: str) -> jax.Array:
+        return pc.psum_scatter(x, "x", tiled=True, wire=ROWS, order="rank", backend=backend)
+
+    # One to a program: threads of a CPU start what is ready, on each device in an order of its own.
+    whole = run(total, x, n=n)
+    others: list[Callable[[jax.Array], jax.Array]] = [
+        lambda x: total(x[::-1])[::-1],
+        lambda x: jax.vmap(total)(x.reshape(2, -1, COLUMNS)),
+        functools.partial(total, backend="pallas"),
+        lambda x: pc.psum(x, "x", wire=ROWS, **BY_XLA),
+    ]
+    for other in others:
+        np.testing.assert_array_equal(run(other, x, n=n).reshape(whole.shape), whole)
+    np.testing.assert_array_equal(run(lambda x: total(x[:n]), x, n=n), whole[:, :n])
+    of_lax, ours = (run(functools.partial(block, backend=by), x, n=n) for by in ("xla", "pallas"))
+    np.testing.assert_array_equal(of_lax, ours)
+
+
+def test_residues_and_draws_are_of_rows() -> None:
+    n, key = 3, jax.random.key(0)
+    x = data(n, rows=2, columns=COLUMNS)
+
+    drawn = Wire("int8", "row", rounding="stochastic", key=key)
+    how: Any = {"return_residue": True, **BY_XLA}
+    _, residue = run(lambda x: pc.psum(x, "x", wire=ROWS, **how), x, n=n)
+    _, lost = run(lambda x: pc.psum_scatter(x, "x", tiled=True, wire=drawn, **how), x, n=n)
+    assert (np.abs(residue) <= steps(x)).all() and residue.any()
+    assert (np.abs(lost) <= 2 * steps(x)).all() and (np.abs(lost) > steps(x)).any()
+
+
+@pytest.mark.parametrize("backward", [None, ROWS])
+def test_gradients_pass_or_have_rows_of_their_own(backward: Wire | None) -> None:
+    n, weights = 2, np.arange(COLUMNS, dtype=np.float32)
+    x = data(n, rows=2, columns=COLUMNS)
+
+    def loss(x: jax.Array) -> jax.Array:
+        total = pc.psum(x, "x", wire=ROWS, wire_backward=backward, **BY_XLA)
+        return (total * weights).sum()
+
+    off = np.abs(run(jax.grad(loss), x, n=n, check_vma=False) - n * weights).max()
+    if backward is None:
+        assert not off
+    else:
+        assert 0 < off <= n * steps(weights[None]).max()
+
+
+@pytest.mark.parametrize(
+    "call, error, match",
+    [
+        # Of one row all but one device would have a row of padding.
+        (lambda x: pc.psum(x[:1], "x", wire=ROWS), WireError, "sum more numbers at a time"),
+        (lambda x: pc.psum(x[0, 0], "x", wire=ROWS), WireError, "in place of 4"),
+        (lambda x: pc.psum(x, "x", wire=ROWS, algorithm="ring"), AlgorithmError, "128 and 256"),
+        (
+            lambda x: pc.psum(x, "x", wire=ROWS, order="rank", algorithm="gather"),
+            WireError,
+            "other bits than the exchange",
+        ),
+        (lambda x: pc.psum(x, "x", wire="int8", order="rank"), WireError, "group='row'"),
+    ],
+)
+def test_what_is_refused(call: Any, error: Any, match: str) -> None:
+    with pc.use_backend("pallas"), pytest.raises(error, match=match):
+        run(call, data(8, columns=COLUMNS), n=8)
+
+
+def test_the_time_is_compared_with_that_of_a_sum_in_the_same_order() -> None:
+    """One by a ring, that adds on the way, is quicker than either."""
+    asked: Any = {"shape": (4096, 4096), "dtype": "bfloat16", "devices": 16, "chip": "v5e"}
+    for order, slower in ((None, True), ("rank", False)):
+        said = str(pc.explain("psum", **asked, wire=ROWS, order=order))
+        assert ("slower" in said) == slower
