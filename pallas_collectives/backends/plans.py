@@ -207,7 +207,7 @@ class WirePlan(Plan):
       wire: the one asked for.
       nbytes: bytes of one device's operand.
       sent: bytes as they travel, scales and padding included.
-      passes_us: what XLA's passes over HBM take before and behind, at the least, on a TPU.
+      passes_us: what XLA's passes take before and behind, on a TPU.
       way: the algorithm that packs in its kernel, or adds (see `backends.wire_ways`); "" if none.
       requantizes: whether sums are rounded at every hop.
       us, wired_us: predicted times without and with it, passes included; None where no table tells.

@@ -64,7 +64,7 @@ class Way(NamedTuple):
     Attributes:
       algorithm: the one that packs, or `EXCHANGE`, or `GATHER`; "" where passes of XLA do.
       sent: bytes of the operand as they travel, scales and padding included.
-      passes_us: what XLA's passes over HBM take before and behind, at the least.
+      passes_us: what XLA's passes take before and behind.
       us: predicted time, these included; None where no table tells.
     """
 
@@ -98,7 +98,7 @@ def ways(
         cut = op != "ragged_all_to_all"
         sent = blocks[0] * wires.packed_bytes(blocks[1:], wire, cut=cut)
     names = once(op) if in_terms else ("",)
-    moved = tuple(_moved(op, name, x.nbytes, sent, group, how.backend) for name in names)
+    moved = tuple(_moved(op, name, x, blocks, sent, group, how) for name in names)
     if not wire.scaled or no_ring(op, group, how):
         return moved
     if in_terms:
@@ -106,7 +106,15 @@ def ways(
     return *moved, *(() if sent_by is None else _packed_moves(op, x, group, wire, sent_by))
 
 
-def _moved(op: str, name: str, nbytes: int, sent: int, group: Group, backend: str) -> Way:
+def _moved(
+    op: str,
+    name: str,
+    x: jax.Array,
+    blocks: tuple[int, ...],
+    sent: int,
+    group: Group,
+    how: How,
+) -> Way:
     """That of a name by passes of XLA around collectives of what is packed."""
     n = group.size
     record = catalogue.COLLECTIVES[op]
@@ -116,9 +124,12 @@ def _moved(op: str, name: str, nbytes: int, sent: int, group: Group, backend: st
         steps, part = ("all_gather",), sent
     elif name:
         steps, part = record.ordered_steps, sent // n
-    passes = 1e6 * seconds_of_passes(op, nbytes, sent, n, name)
-    us = _in_all([_least(step, part, group) for step in steps], passes, backend)
-    return Way(name, sent, passes, us)
+    scaled = how.wire is not None and how.wire.scaled
+    seconds = (
+        seconds_of_passes(op, x, blocks, n, name) if scaled else seconds_to_cast(op, x.nbytes, n)
+    )
+    us = _in_all([_least(step, part, group) for step in steps], 1e6 * seconds, how.backend)
+    return Way(name, sent, 1e6 * seconds, us)
 
 
 def _packed_sums(
@@ -275,27 +286,35 @@ def off_in(op: str, n: int, requantizes: bool = False, *, way: str = "") -> str:
     return f"{terms}{' and in their sum' if gathers_sums else ''}"
 
 
-def seconds_of_passes(op: str, nbytes: int, sent: int, n: int, way: str = "") -> float:
-    """What quantising an operand and dequantising what comes takes at the least, on the chip here.
+def seconds_of_passes(op: str, x: jax.Array, blocks: tuple[int, ...], n: int, way: str) -> float:
+    """What XLA's passes take that quantise an operand and dequantise what comes, on the chip here.
+
+    By the cycles that the compiler reckons for them (`Chip.passed`). Where blocks are no whole
+    tiles XLA moves each number besides, in about eight times as many; ragged rows take twice.
 
     Args:
       op: the canonical collective.
-      nbytes: bytes of the operand.
-      sent: its bytes on the wire.
+      x: the operand.
+      blocks: as `wire_choice.settled`.
       n: devices.
       way: `GATHER` for a psum that gathers; else sums are by the exchange.
     """
-    record = catalogue.COLLECTIVES[op]
-    moved_bytes = nbytes + sent  # read and written
+    record, chip = catalogue.COLLECTIVES[op], chips.current()
+    quantised, come = 1.0, 1.0  # of each number of the operand
     if not record.adds:
-        moved_bytes += (n if "gather" in record.phases else 1) * (sent + nbytes)
-    elif not record.sums_everywhere:
-        moved_bytes += sent + nbytes // n
-    elif gathers_terms(n, way):
-        moved_bytes += n * sent + nbytes
-    else:  # terms are added, the sums quantised, and all of them dequantised
-        moved_bytes += sent + sent // n + sent + nbytes
-    return moved_bytes / chips.current().hbm_bandwidth
+        come = n if "gather" in record.phases else 1
+    elif record.sums_everywhere and gathers_terms(n, way):
+        come = n
+    elif record.sums_everywhere:  # terms are added, the sums quantised, and all of them dequantised
+        quantised, come = 1 + 1 / n, 2
+    spread = 2 if op == "ragged_all_to_all" else 1 if wires.of_tiles(blocks) else 8
+    return x.size * (4 * quantised + come) * spread * chip.passed / chip.vector_rate
+
+
+def seconds_to_cast(op: str, nbytes: int, n: int) -> float:
+    """What passes take that round to bfloat16 and widen what comes, in HBM, at the least."""
+    brought = n if "gather" in catalogue.COLLECTIVES[op].phases else 1
+    return (1 + brought) * 1.5 * nbytes / chips.current().hbm_bandwidth
 
 
 def seconds_to_pack(op: str, numbers: int, n: int, wire: Wire) -> float:

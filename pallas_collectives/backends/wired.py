@@ -158,8 +158,8 @@ class OnWire:
         n = group.size
 
         def cut(x: jax.Array) -> jax.Array:
-            flat = _flat(x[None], how)[0]
-            unit = n * _whole(how)  # no group lies in two blocks
+            flat = _flat(x[None], how, n)[0]
+            unit = n * (_whole(how) if flat.ndim == 1 else 1)  # no group lies in two blocks
             padding = [(0, -len(flat) % unit), *[(0, 0)] * (flat.ndim - 1)]
             return jnp.pad(flat, padding).reshape(n, -1, *flat.shape[1:])
 
@@ -268,13 +268,14 @@ def _term(values: jax.Array, scales: jax.Array, number: Number) -> jax.Array:
     )
 
 
-def _flat(blocks: jax.Array, how: How) -> jax.Array:
+def _flat(blocks: jax.Array, how: How, cut: int = 1) -> jax.Array:
     """(k, *block) -> (k, numbers), in which sums are quantised; (k, rows, columns) by rows.
 
-    Elements of vmap's are padded, so that no group is of two.
+    So it is where groups are rows, and where rows are whole groups and lie in whole tiles, also of
+    blocks that are `cut`. Else elements of vmap's are padded, so that no group is of two.
     """
     block = blocks.shape[1:]
-    if _by_rows(how):
+    if _by_rows(how) or _of_tiles(block, how, cut):
         columns = block[-1] if len(block) > how.mapped else 1
         return blocks.reshape(len(blocks), math.prod(block) // columns, columns)
     elements = math.prod(block[: how.mapped])
@@ -287,6 +288,8 @@ def _flat(blocks: jax.Array, how: How) -> jax.Array:
 def _unflat(flat: jax.Array, shape: tuple[int, ...], how: How) -> jax.Array:
     """What `_flat` makes of one block, and perhaps padding behind it, in the block's shape."""
     numbers, elements = math.prod(shape), math.prod(shape[: how.mapped])
+    if flat.size == numbers:
+        return flat.reshape(shape)
     if _by_rows(how) or not how.mapped:
         return flat.reshape(-1)[:numbers].reshape(shape)
     size = numbers // elements
@@ -299,8 +302,16 @@ def _by_rows(how: How) -> bool:
     return how.wire is not None and how.wire.group == "row"
 
 
+def _of_tiles(block: tuple[int, ...], how: How, cut: int) -> bool:
+    """Whether a block's rows are whole groups, and whole tiles after the `cut`."""
+    if how.wire is None or not how.wire.scaled or len(block) < 2 + how.mapped:
+        return False
+    tiled = math.prod(block[:-1]) % (cut * wires.SUBLANES) == block[-2] % wires.SUBLANES == 0
+    return tiled and block[-1] % _whole(how) == 0
+
+
 def _whole(how: How) -> int:
-    """In how many numbers, or rows, a sum's operand is cut at the least: whole groups."""
+    """In how many numbers a sum's operand is cut at the least: whole groups."""
     wire = how.wire
     return wire.group if wire is not None and wire.scaled and isinstance(wire.group, int) else 1
 

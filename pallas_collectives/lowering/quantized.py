@@ -32,7 +32,7 @@ class Groups:
     Attributes:
       axis: along which it is cut in blocks, that are grouped apart; None for one block.
       blocks: how many there are.
-      flat: whether each block is flattened first, as for sums; but not where rows have scales.
+      flat: whether each block is flattened first, as for sums; but not where rows are whole groups.
       folds: whether constants are multiplied where they are, and not sent.
     """
 
@@ -45,7 +45,7 @@ class Groups:
         """fn(x), fn being of arrays that a wire groups along their last dimension."""
         axis = None if self.axis is None else self.axis % x.ndim
         apart = x[None] if axis is None else blocks_of(x, axis, self.blocks)
-        flat = self.flat and wire.group != "row"
+        flat = self.flat and isinstance(wire.group, int) and apart.shape[-1] % wire.group
         rows = apart.reshape(len(apart), -1) if flat or not x.ndim else apart
         changed = fn(rows).reshape(apart.shape)
         return changed[0] if axis is None else side_by_side(changed, axis)

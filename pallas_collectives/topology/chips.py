@@ -60,6 +60,8 @@ class Chip:
     turned: tuple[float, float]  # a transposition, of 16 bits and of 32
     # a conversion from and to numbers of one byte
     narrowed: Mapping[str, tuple[float, float]] = dataclasses.field(hash=False)
+    # what XLA's passes take to dequantise one in whole tiles; four times that to quantise it
+    passed: float
     matrix_rate: float  # bf16, of all cores [V]
     vmem_bytes: int  # of one core [TI, V]
     smem_bytes: int = 1 * MIB  # of one core [TI, V]
@@ -96,6 +98,7 @@ _OF_XLA = 56
 
 _V5: dict[str, Any] = {
     "across_lanes": 8.5,
+    "passed": 70.0,
     "turned": (7.5, 10.0),
     "narrowed": {"int8": (0.0, 0.5), "float8_e4m3fn": (3.5, 11.0), "float8_e5m2": (0.0, 2.0)},
 }
@@ -137,6 +140,7 @@ BY_NAME = {
             hbm_bandwidth=1.23e12,
             matrix_rate=275e12,
             across_lanes=7.5,
+            passed=75.0,
             turned=(10.0, 12.5),
             narrowed={
                 "int8": (18.0, 31.5),
@@ -161,7 +165,7 @@ BY_NAME = {
             semaphores=438,
             clock=1.75e9,
             cores=2,
-            **_V5,
+            **{**_V5, "passed": 49.0},
         ),
         _chip(
             name="v6e",
@@ -174,6 +178,7 @@ BY_NAME = {
             hbm_bandwidth=1.64e12,
             matrix_rate=920e12,
             across_lanes=6.5,
+            passed=70.0,
             turned=(4.5, 6.5),
             narrowed={
                 "int8": (0.0, 0.0),
@@ -194,6 +199,7 @@ BY_NAME = {
             hbm_bandwidth=7.40e12 / 2,
             matrix_rate=2310e12 / 2,
             across_lanes=6.5,
+            passed=41.0,
             turned=(4.0, 7.0),
             narrowed={
                 "int8": (0.0, 0.0),

@@ -1,6 +1,7 @@
 """Kernels of one pass on GPUs: the bits of `wires`, and what Triton is given."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -45,12 +46,12 @@ def test_the_bits_are_those_of_passes_of_xla(
     if shape[-1] % group:
         assert not gpu_codec.serves(shape, Wire(name, group=group), shape[0])
         return
-    wire, x, block = Wire(name, group=group), blocks_of(shape, dtype), shape[1:]
+    wire, x, block = Wire(name, group=group), blocks_of(shape, dtype), (math.prod(shape[1:]),)
     assert gpu_codec.serves(shape, wire, shape[0])
     limit = float(jnp.finfo(dtype).max)
 
     def by_passes(x: jax.Array) -> Any:
-        packed = wires.pack(*wires.quantize(x, wire))
+        packed = wires.pack(*wires.quantize(x.reshape(-1, *block), wire))  # in kernels' order
         values, scales = wires.unpack(packed, block, wire)
         terms = [
             jnp.clip(wires.dequantize(v, s), -limit, limit)
