@@ -56,7 +56,7 @@ class Collective:
       nbytes: bytes of one device's result.
       devices: that take part together; 0 where the text does not say.
       axes: the mesh axes that they lie along, where the text names them.
-      members: the numbers of such devices, where it lists them; of a permute, the first pair's.
+      groups: the numbers of such devices, where it lists them; of a permute, the first pair's.
       shape: the shape of a kernel's first result.
       operands: the shapes of a kernel's operands.
       cycles: of the products that a kernel computes while it sends.
@@ -69,7 +69,7 @@ class Collective:
     nbytes: int
     devices: int
     axes: tuple[str, ...] = ()
-    members: tuple[int, ...] = ()
+    groups: tuple[tuple[int, ...], ...] = ()
     shape: tuple[int, ...] = ()
     operands: tuple[tuple[int, ...], ...] = ()
     cycles: int = 0
@@ -280,7 +280,7 @@ class _Walk:
         # The type of a start holds the operand before the result.
         arrays = _arrays(i.type)
         nbytes = arrays[min(1, len(arrays) - 1)] if i.op.endswith("-start") else sum(arrays)
-        said = _devices(i.rest), _axes(i.rest), _members(i.rest)
+        said = _devices(i.rest), _axes(i.rest), _groups(i.rest)
         return Collective(i.name, op, "", engine, nbytes, *said)
 
     def _times(self, condition: str) -> int:
@@ -343,10 +343,11 @@ def _axes(rest: str) -> tuple[str, ...]:
     return tuple(re.findall(r"'(\w+)'", named[2])) if named else ()
 
 
-def _members(rest: str) -> tuple[int, ...]:
-    """The devices of the first group, or pair, that an instruction lists."""
-    listed = re.search(r"(?:replica_groups|source_target_pairs)=\{\{([\d,]+)\}", rest)
-    return tuple(map(int, listed[1].split(","))) if listed else ()
+def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
+    """The devices of each group that an instruction lists, or of its first pair."""
+    listed = re.search(r"replica_groups=\{\{([\d,{}]+)\}\}", rest)
+    listed = listed or re.search(r"source_target_pairs=\{\{([\d,]+)\}", rest)
+    return tuple(tuple(map(int, g.split(","))) for g in listed[1].split("},{")) if listed else ()
 
 
 def _devices(rest: str) -> int:

@@ -18,6 +18,7 @@ from pallas_collectives.backends.plans import KernelPlan, ProductPlan
 from pallas_collectives.errors import CollectiveError
 from pallas_collectives.replay import Machine, steps
 from pallas_collectives.replay.program import Program
+from pallas_collectives.topology import ring_orders
 from pallas_collectives.wires import Wire
 
 _DTYPE = np.dtype("uint16")  # of bfloat16's width
@@ -30,12 +31,12 @@ def programs(
     """What gives a collective's program, or the seconds that its bytes take on one link.
 
     A kernel's plan, of those that were followed while the step was lowered, says which algorithm
-    runs over which axes and over which wire, and one with a product what is multiplied. One of
-    XLA's own is replayed as our fastest would do it. What is no collective, or does not say over
-    which axes it goes, takes as long as its bytes `OnOneLink`; a ragged exchange sends as many rows
-    as the catalogue's example does. A sum or ragged exchange of more than 32 MiB would be replayed
-    for minutes: its seconds lie on the straight line through those of 16 and 32 MiB, and it leaves
-    the links to others.
+    runs over which axes or groups and over which wire, and one with a product what is multiplied.
+    One of XLA's own is replayed as our fastest would do it, groups in the order of the wires. What
+    is no collective, or does not say over which axes it goes, takes as long as its bytes
+    `OnOneLink`; a ragged exchange sends as many rows as the catalogue's example does. A sum or
+    ragged exchange of more than 32 MiB would be replayed for minutes: its seconds lie on the
+    straight line through those of 16 and 32 MiB, and it leaves the links to others.
     """
     plans = list(plans)
     known = [part for plan in plans if isinstance(plan, KernelPlan) for part in _kernels(plan)]
@@ -54,25 +55,26 @@ def programs(
 
     @functools.cache
     def stepped(
-        op: str, over: tuple[str, ...], algorithm: str | None, wire: Wire | None, block: int
+        op: str, over: _Over, algorithm: str | None, wire: Wire | None, block: int
     ) -> Program:
-        n = int(np.prod([axes[name] for name in over]))
+        n = over.size(axes)
         record, example = catalogue.COLLECTIVES[op], catalogue.COLLECTIVES[op].example
         unit = record.block_bytes(_nbytes(example.operand(n, 1)), n)
         rows = max(1, round(block / unit))
 
         def body(x: jax.Array) -> jax.Array:
-            axis = over if len(over) > 1 else over[0]
+            axis = over.axes if len(over.axes) > 1 else over.axes[0]
             dtype = "bfloat16" if record.adds or wire else x.dtype
             how: Any = {"backend": "pallas", "algorithm": algorithm}
             how |= {"wire": wire} if wire else {}  # which not all collectives take
+            how |= {"axis_index_groups": over.groups} if over.groups else {}
             return example.call(pallas_collectives, x.astype(dtype), axis, **how)
 
         return program(body, jax.ShapeDtypeStruct(example.operand(n, rows), _DTYPE))
 
     @functools.cache
     def seconds(
-        op: str, over: tuple[str, ...], algorithm: str | None, wire: Wire | None, block: int
+        op: str, over: _Over, algorithm: str | None, wire: Wire | None, block: int
     ) -> float:
         large = large_block(op, over)
         half, whole = (
@@ -81,10 +83,20 @@ def programs(
         )
         return whole + (block / large - 1) * 2 * (whole - half)
 
-    def large_block(op: str, over: tuple[str, ...]) -> int:
+    def large_block(op: str, over: _Over) -> int:
         """Bytes of the largest block to replay; a device sends n where sizes depend on values."""
         timed = catalogue.COLLECTIVES[op].timed
-        return _LARGE if timed else _LARGE // int(np.prod([axes[name] for name in over]))
+        return _LARGE if timed else _LARGE // over.size(axes)
+
+    def on_wires(c: Collective) -> Collective:
+        """One of XLA's own, with the devices of each group in the order of the wires."""
+        if len({*map(len, c.groups)}) != 1:
+            return c
+        places = machine.places(placement)
+        rows = [[places.at[device] for device in group] for group in c.groups]
+        order = ring_orders.ring_order(places.torus, rows)
+        groups = tuple(tuple(group[i] for i in order) for group in c.groups)
+        return dataclasses.replace(c, groups=groups)
 
     multiplied = functools.cache(lambda plan: program(plan.bind, *plan.operands))
 
@@ -96,10 +108,10 @@ def programs(
         if c.kernel in {plan.op for plan in fused}:  # padded, or several pairs in one
             return on_one_link
         plan = _plan(c, known) if c.kernel else None
-        over = plan.axes if plan else _over(c, axes)
-        if c.op in catalogue.COLLECTIVES and over and set(over) <= set(axes):
+        over = _Over(plan.axes, plan.groups) if plan else _over(on_wires(c), axes)
+        if c.op in catalogue.COLLECTIVES and over.axes and set(over.axes) <= set(axes):
             algorithm, wire = (plan.algorithm, plan.wire) if plan else (None, None)
-            block = _block(c, plan, axes, over)
+            block = _block(c, plan, over.size(axes))
             try:
                 timed = seconds if block > large_block(c.op, over) else stepped
                 return timed(c.op, over, algorithm, wire, block)
@@ -110,23 +122,39 @@ def programs(
     return what_of
 
 
-def _over(c: Collective, axes: dict[str, int]) -> tuple[str, ...]:
-    """The mesh axes that a collective of XLA's goes over."""
-    if c.axes or not c.members:
-        return tuple(name for name in c.axes if axes.get(name, 1) > 1)
-    places = np.array(np.unravel_index(c.members, tuple(axes.values())))
-    return tuple(name for name, at in zip(axes, places, strict=True) if len(set(at)) > 1)
+@dataclasses.dataclass(frozen=True)
+class _Over:
+    """The mesh axes that a collective goes over, and its `axis_index_groups` among them, if any."""
+
+    axes: tuple[str, ...]
+    groups: tuple[tuple[int, ...], ...] | None = None
+
+    def size(self, axes: dict[str, int]) -> int:
+        """Devices that take part together, on a mesh with axes of these sizes."""
+        return len(self.groups[0]) if self.groups else math.prod(axes[name] for name in self.axes)
+
+
+def _over(c: Collective, axes: dict[str, int]) -> _Over:
+    """What a collective of XLA's goes over."""
+    if c.axes or len({*map(len, c.groups)}) != 1:
+        return _Over(tuple(name for name in c.axes if axes.get(name, 1) > 1))
+    places = dict(zip(axes, np.unravel_index(c.groups, tuple(axes.values())), strict=True))
+    over = tuple(name for name, at in places.items() if len({*at[0]}) > 1)
+    pair = sum(map(len, c.groups)) < math.prod(axes.values())
+    if pair or math.prod(axes[name] for name in over) == len(c.groups[0]):
+        return _Over(over)
+    sizes = tuple(axes[name] for name in over)
+    numbers = np.ravel_multi_index(tuple(places[name] for name in over), sizes)
+    return _Over(over, tuple(dict.fromkeys(map(tuple, numbers.tolist()))))
 
 
 def _nbytes(shape: tuple[int, ...]) -> int:
     return int(np.prod(shape)) * _DTYPE.itemsize
 
 
-def _block(
-    c: Collective, plan: KernelPlan | None, axes: dict[str, int], over: tuple[str, ...]
-) -> int:
-    """Bytes of a block, as tables count them."""
-    n, record = int(np.prod([axes[name] for name in over])), catalogue.COLLECTIVES[c.op]
+def _block(c: Collective, plan: KernelPlan | None, n: int) -> int:
+    """Bytes of a block of n devices together, as tables count them."""
+    record = catalogue.COLLECTIVES[c.op]
     if plan and not record.timed:  # its result may have room for more than comes
         return record.block_bytes(plan.nbytes, n)
     return record.block_bytes(c.nbytes * n // record.result_bytes(n, n), n)
@@ -157,7 +185,9 @@ def _plan(c: Collective, plans: Sequence[KernelPlan]) -> KernelPlan | None:
     ]
     by_bytes = [plan for plan in there if _result(plan) == c.nbytes]
     by_shape = [plan for plan in by_bytes if _fits(plan, c.shape)]
-    return next(iter(by_shape or by_bytes or there or of_op), None)
+    likely = by_shape or by_bytes or there or of_op
+    named = [plan for plan in likely if c.kernel.endswith(f"_{plan.record.name}")]
+    return next(iter(named or likely), None)
 
 
 def _product(c: Collective, plans: Sequence[ProductPlan]) -> ProductPlan | None:

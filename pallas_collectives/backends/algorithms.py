@@ -106,6 +106,7 @@ def choose(
         nbytes=operand.nbytes,
         devices=group.size,
         axes=group.axes,
+        groups=group.index_groups,
         chip=chip.name,
         torus=torus,
         candidates=candidates,

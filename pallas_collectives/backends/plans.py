@@ -178,6 +178,7 @@ class KernelPlan(Plan):
       shape, nbytes: shape and bytes of one device's operand, as it is laid out for the kernel.
       devices: devices in the group.
       axes: the mesh axes that the group lies along.
+      groups: the `axis_index_groups` that cut these axes, or None.
       chip: the TPU generation.
       torus: how the group lies on the links (see `tables.Entry`).
       wire: the wire for which the kernel packs; None where it sends what it is given.
@@ -195,6 +196,7 @@ class KernelPlan(Plan):
     chip: str
     torus: str
     wire: Wire | None = None
+    groups: tuple[tuple[int, ...], ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -82,12 +82,12 @@ def test_events_of_a_schedule() -> None:
     assert loop == Loop(
         3,
         (
-            Start("start", Collective("start", "ppermute", "", DMA, 4096, 3, (), (0, 1))),
+            Start("start", Collective("start", "ppermute", "", DMA, 4096, 3, (), ((0, 1),))),
             StepWork("work.1", 1000),
             Done("start"),
         ),
     )
-    scattered = (0, 2, 4, 6)
+    scattered = (0, 2, 4, 6), (1, 3, 5, 7)
     key, by_kernel = "s.call-update", "all_gather_bidirectional"
     by_subcores = Collective(
         "v", "reduce_scatter", "reduce_scatter_line", SPARSECORE, 4096, 0, shape=(1, 8, 128)
@@ -264,20 +264,62 @@ def test_large_ones_take_what_their_replay_would(
 def test_the_axes_of_a_listed_group() -> None:
     axes = {"data": 4, "model": 2}
 
-    def over(*said: Any) -> tuple[str, ...]:
-        return wires._over(Collective("a", "all_gather", "", CORE, 1, 4, *said), axes)
+    def over(*said: Any) -> tuple[Any, Any]:
+        found = wires._over(Collective("a", "all_gather", "", CORE, 1, 4, *said), axes)
+        return found.axes, found.groups
 
-    assert over((), (0, 2, 4, 6)) == ("data",)
-    assert over((), (2, 3)) == ("model",)
-    assert over((), (0, 1, 2, 3, 4, 5, 6, 7)) == ("data", "model")
-    assert over(("model",)) == ("model",) and over() == ()
+    assert over((), ((0, 2, 4, 6), (1, 3, 5, 7))) == (("data",), None)
+    assert over((), ((2, 3), (0, 1), (4, 5), (6, 7))) == (("model",), None)
+    assert over((), ((0, 1, 2, 3, 4, 5, 6, 7),)) == (("data", "model"), None)
+    assert over(("model",)) == (("model",), None) and over() == ((), None)
+    halves = (0, 2), (4, 6), (1, 3), (5, 7)  # of an axis of four
+    assert over((), halves) == (("data",), ((0, 1), (2, 3)))
+    assert over((), halves[:1]) == (("data",), None)  # a permute's first pair
+
+
+def test_groups_within_an_axis_are_replayed_apart() -> None:
+    """XLA's by the text, a kernel's by its plan: as on a mesh that has the groups as an axis."""
+    machine = Machine.named("v5p:2x2x2")
+    groups = tuple((first, first + 1) for first in range(0, 8, 2))
+    plan = KernelPlan(
+        op="all_reduce",
+        backend="pallas",
+        algorithm="ring",
+        record=catalogue.COLLECTIVES["all_reduce"].algorithms[0],
+        vmem=False,
+        on_sparsecore=False,
+        shape=(1024, 1024),
+        nbytes=1 << 21,
+        devices=2,
+        axes=("x",),
+        groups=groups,
+        chip="v5p",
+        torus="line",
+    )
+
+    def takes(c: Collective, mesh: dict[str, int], plans: list[KernelPlan]) -> float:
+        what: Any = wires.programs(machine, np.arange(8), mesh, plans)(c)
+        return steps.alone(what, machine, np.arange(8))
+
+    by_xla = Collective("a", "all_reduce", "", CORE, 1 << 21, 2, (), groups)
+    kernel = Collective("a", "all_reduce", "all_reduce_ring", CORE, 1 << 21, 2)
+    of_axis = dataclasses.replace(plan, axes=("y",), groups=None)
+    apart = {"x": 4, "y": 2}
+    crossed = dataclasses.replace(by_xla, groups=((0, 1, 2, 3), (4, 5, 6, 7)), devices=4)
+    square = dataclasses.replace(by_xla, groups=((0, 1, 3, 2), (4, 5, 7, 6)), devices=4)
+    assert takes(crossed, {"x": 8}, []) == takes(square, {"x": 8}, [])  # XLA goes by the wires
+    assert takes(by_xla, {"x": 8}, []) == pytest.approx(takes(by_xla, apart, []), rel=0.1)
+    of_plan = takes(kernel, {"x": 8}, [plan])
+    assert of_plan == pytest.approx(takes(kernel, apart, [of_axis]), rel=0.1)
 
 
 def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
     """Weights and tokens of as many bytes, gathered over axes of as many devices."""
 
-    def plan(shape: tuple[int, ...], axis: str, on_sparsecore: bool = False) -> KernelPlan:
-        record = catalogue.COLLECTIVES["all_gather"].algorithms[0]
+    def plan(
+        shape: tuple[int, ...], axis: str, on_sparsecore: bool = False, number: int = 0
+    ) -> KernelPlan:
+        record = catalogue.COLLECTIVES["all_gather"].algorithms[number]
         return KernelPlan(
             op="all_gather",
             backend="pallas",
@@ -293,14 +335,17 @@ def test_a_kernel_has_the_plan_that_fits_its_result() -> None:
         )
 
     plans = [plan((2, 512, 4096), "model"), plan((1024, 4096), "data"), plan((9,), "sc", True)]
+    plans += [plan((2, 512, 4096), "other", number=1)]  # which its kernel's name tells apart
+    other = f"all_gather_{plans[-1].record.name}"
 
-    def axes(shape: tuple[int, ...], nbytes: int, engine: str = CORE) -> tuple[str, ...]:
-        kernel = Collective("a", "all_gather", "k", engine, nbytes, 0, shape=shape)
+    def axes(shape: tuple[int, ...], nbytes: int, engine: str = CORE, k: str = "k") -> Any:
+        kernel = Collective("a", "all_gather", k, engine, nbytes, 0, shape=shape)
         found = wires._plan(kernel, plans)
         return found.axes if found else ()
 
     assert axes((4096, 4096), 1 << 25) == ("data",)
     assert axes((2, 2048, 4096), 1 << 25) == ("model",)
+    assert axes((2, 2048, 4096), 1 << 25, k=other) == ("other",)
     assert axes((7,), 14) == ("model",)  # the first of the collective
     assert axes((2, 2048, 4096), 1 << 25, SPARSECORE) == ("sc",)
 
@@ -383,4 +428,4 @@ def test_a_product_is_replayed_with_its_collective() -> None:
 def test_laxs_ragged_exchange_sends_what_ours_does() -> None:
     """Each device's rows once, not once for each device."""
     c = Collective("a", "ragged_all_to_all", "", CORE, 1 << 27, 8, ("x",))
-    assert wires._block(c, None, {"x": 8}, ("x",)) == 1 << 24
+    assert wires._block(c, None, 8) == 1 << 24
