@@ -273,7 +273,7 @@ def torus_of(group: Group, chip: Chip) -> str:
     """
     if group.torus:
         return tables.torus_of_axes((axis.size, axis.line) for axis in group.torus)
-    if placement.in_scope() is None or group.index_groups is not None:
+    if placement.in_scope() is None:
         return choice.torus_of(group.size, chip)
     return "line" if group.line else "ring"
 

@@ -26,9 +26,9 @@ class Group:
       axes: mesh axis names, major first; devices are numbered row-major over them, as lax does.
       sizes: the size of each axis.
       index_groups: `axis_index_groups`: lists of device numbers, of equal size, that partition the
-        axes; each list is a ring in the order given. None for one ring of all.
-      order: device numbers in the order of the ring, so that neighbours share a link (see
-        `placement.arranged`); None for 0, 1, ..., and with `index_groups`.
+        axes; each list is a ring. None for one ring of all.
+      order: positions in the order of the ring, the same for all rings, so that neighbours share a
+        link (see `placement.arranged`); None for 0, 1, ...
       line: whether the ring's closing hop runs back over the links of all others.
       chip: whether the ring is the devices of one chip, which no link of the torus joins.
       second: with an `order`, that of a second ring, which shares no link with the first (see
@@ -65,12 +65,12 @@ class Group:
     def members(self) -> np.ndarray | None:
         """What a `Ring` must know of the group, the same on every device; None if arithmetic does.
 
-        Where each device of the axes stands in a row of all rings, then that row: the positions of
-        the members of each of `index_groups`, or of the ring of an `order`; behind these the same
-        of the second ring, if there is one. Kernels read it from SMEM.
+        Where each device of the axes stands in a row of all groups, then that row: the members of
+        each of `index_groups`. Behind these the place of each position, and the position at each
+        place, of an `order`; and of the second ring, if there is one. Kernels read it from SMEM.
         """
-        orders = [order for order in (self.order, self.second) if order is not None]
-        rows = orders if self.index_groups is None else [np.ravel(self.index_groups)]
+        known = (self.index_groups, self.order, self.second)
+        rows = [np.ravel(numbers) for numbers in known if numbers is not None]
         found = [table for row in rows for table in (np.argsort(row), row)]
         return np.concatenate(found).astype(np.int32) if found else None
 
@@ -99,18 +99,22 @@ class Ring:
         self.line = group.line or group.size == 2
         self.several = group.second is not None and core is None
         self._group = group
-        self._members_ref: Any = members_ref
+        table: Any = members_ref
+        self._members_ref = table
         if number is None:
             number = 0 if core is None or group.second is None else core
-        self.me = self.place = lax.axis_index(group.axes)
-        if members_ref is not None:
-            everyone = math.prod(group.sizes)
-            begin = 2 * number * everyone
-            stands = members_ref[begin + self.me]
-            self.place = lax.rem(stands, np.int32(self.size))
-            self._row = begin + everyone + stands - self.place  # where the members are
-        if group.order is None:
-            self.me = self.place
+        self.me = lax.axis_index(group.axes)
+        begin, everyone = 0, math.prod(group.sizes)
+        if group.index_groups is not None:
+            stands = table[self.me]
+            self.me = lax.rem(stands, np.int32(self.size))
+            self._members = everyone + stands - self.me  # where they are
+            begin = 2 * everyone
+        self.place = self.me
+        if group.order is not None:
+            begin += 2 * number * self.size
+            self.place = table[begin + self.me]
+            self._order = begin + self.size
 
     def all_of_core(self) -> list["Ring"]:
         """Every ring that this core goes round."""
@@ -124,7 +128,7 @@ class Ring:
         """The mesh coordinates, over the group's axes, of the device at a position."""
         number: Any = position
         if self._group.index_groups is not None:
-            number = self._members_ref[self._row + position]
+            number = self._members_ref[self._members + position]
         return dict(zip(self._group.axes, unraveled(number, self._group.sizes), strict=True))
 
     def peer(self, offset: Number) -> DeviceId:
@@ -134,7 +138,7 @@ class Ring:
     def block(self, offset: Number) -> Any:
         """The number of the block that belongs to the device `offset` places to the right."""
         place = wrap(self.place + offset, self.size)
-        return place if self._group.order is None else self._members_ref[self._row + place]
+        return place if self._group.order is None else self._members_ref[self._order + place]
 
 
 def wrap(position: Number, n: int) -> Any:

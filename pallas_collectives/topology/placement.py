@@ -188,16 +188,17 @@ def device_groups(mesh: AnyMesh, group: Group) -> list[list[jax.Device]]:
 def arranged(group: Group) -> Group:
     """A group with the order in which its rings follow the wires of the mesh in scope.
 
-    It also gets the torus axes that it lies on (see `torus_axes`). A group does not change if the
-    caller gave `axis_index_groups`, whose order is the ring's, or if it spans slices. It keeps
-    lax's order if that follows single links already, or if places are unknown; only on chips that
-    reach some devices and not others it then gets the order of the torus that `lying` assumes.
+    It also gets the torus axes that it lies on (see `torus_axes`), but not in `axis_index_groups`.
+    A group does not change if it spans slices. It keeps lax's order, or that of its members in
+    `axis_index_groups`, if that follows single links already, or if places are unknown; only on
+    chips that reach some devices and not others it then gets the order of the torus that `lying`
+    assumes.
     """
     places, mesh = in_scope(), jax.sharding.get_abstract_mesh()
-    if group.index_groups is not None:
-        return group
     if places is not None and len(places.at) == mesh.size:
         return _arranged(group, places, tuple(mesh.shape.items()))
+    if group.index_groups is not None:
+        return group
     if reach.everywhere(chip := chips.current()):
         return dataclasses.replace(group, torus=torus_axes.of_mesh(group, chip))
     return _on(group, *lying(group, chip))
@@ -245,13 +246,15 @@ def _arranged(group: Group, places: Places, axes: tuple[tuple[str, int], ...]) -
 def _on(group: Group, torus: Torus, rows: Sequence[Sequence[Place]]) -> Group:
     if any(len(set(row)) < len(row) for row in rows):  # two slices have a place each of that name
         return group
+    if group.index_groups is not None:
+        rows = [[row[i] for i in members] for row in rows for members in group.index_groups]
     order = ring_orders.ring_order(torus, rows)
     cost = max(ring_orders.cost(torus, row, order) for row in rows)
     return dataclasses.replace(
         group,
         order=None if order == tuple(range(group.size)) else order,
         line=cost.line,
-        torus=torus_axes.on_wires(group, torus, rows),
+        torus=() if group.index_groups else torus_axes.on_wires(group, torus, rows),
     )
 
 

@@ -114,6 +114,5 @@ def _along_axes(group: Group) -> Iterable[tuple[Group, Sequence[int]]]:
 
 def _rings(group: Group) -> Sequence[Sequence[int]]:
     """The numbers of the devices of each ring of a group, in its order."""
-    if group.index_groups is not None:
-        return group.index_groups
-    return (group.order or tuple(range(group.size)),)
+    order = group.order or range(group.size)
+    return [[row[i] for i in order] for row in group.index_groups or (range(group.size),)]

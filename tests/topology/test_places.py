@@ -81,6 +81,40 @@ def test_results_are_in_laxs_order_whatever_the_torus(
         assert {g.line for g in groups if g.axes == ("y",)} >= {True}
 
 
+def test_index_groups_go_round_on_the_wires(groups: list[Group]) -> None:
+    """They keep the numbers that lax gives their members; both have one order, the best for both.
+
+    The diagonals of a square of chips are two links each.
+    """
+    x, listed = harness.random((8, 64, 128), "float32"), [[5, 0, 4, 1], [2, 7, 6, 3]]
+
+    def exchange(m: Any, x: jax.Array) -> list[jax.Array]:
+        how: dict[str, Any] = {"axis_index_groups": listed}
+        ring = {} if m is jax.lax else {"algorithm": "ring"}
+        both = {} if m is jax.lax else {"algorithm": "bidirectional"}
+        return [
+            m.psum(x, "x", **how, **ring),
+            m.psum_scatter(x, "x", tiled=True, **how, **both),
+            m.all_gather(x, "x", **how, **both),
+            m.all_to_all(x, "x", 0, 1, tiled=True, **how, **ring),
+        ]
+
+    def run(m: Any) -> Any:
+        program = harness.per_device(
+            functools.partial(exchange, m), harness.mesh(8), check_vma=False
+        )
+        return jax.tree.map(np.asarray, program(x))
+
+    with placement.torus("v5p:2x4x1"):
+        got = run(pallas_collectives)
+    first, *others = run(jax.lax)
+    np.testing.assert_allclose(got[0], first, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(got[1], others[0], rtol=1e-5, atol=1e-5)
+    jax.tree.map(np.testing.assert_array_equal, got[2:], others[1:])
+    assert {g.order for g in groups if g.order} == {(0, 2, 1, 3)}  # without: as they are traced
+    assert {g.line for g in groups if g.index_groups} == {False}
+
+
 @pytest.mark.parametrize("algorithm", ["bidirectional", "unidirectional", "line", "direct"])
 def test_every_algorithm_takes_an_order_of_its_own(algorithm: str) -> None:
     group = Group(("x",), (8,), order=(0, 3, 5, 1, 7, 6, 2, 4))
