@@ -373,7 +373,8 @@ class _Cut(NamedTuple):
 
 def of_tiles(shape: tuple[int, ...]) -> bool:
     """Whether an array's last two dimensions are whole tiles."""
-    return len(shape) > 1 and shape[-2] % SUBLANES == 0 and shape[-1] % LANES == 0
+    whole = len(shape) > 1 and shape[-2] % SUBLANES == 0 and shape[-1] % LANES == 0
+    return whole and math.prod(shape) > 0
 
 
 def _in_tiles(x: jax.Array) -> jax.Array:

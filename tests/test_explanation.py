@@ -381,7 +381,7 @@ def test_wires_are_told_with_their_bytes_time_and_error() -> None:
     assert wire_choice._no_quicker(3.24, 3.16) == "it would take 3.2 us, no less than without"
     few = pc.explain("psum", 4 * MIB, devices=16, chip="v5e", wire="int8")
     assert "in place of 4194304" in few.why and few.wire.way == "ring"
-    (*_, gather) = pc.explain("psum", 256 << 10, devices=4, chip="v5e", wire="int8").candidates
+    (*_, gather) = pc.explain("psum", 128 << 10, devices=4, chip="v5e", wire="int8").candidates
     assert gather.algorithm == "gather" and "taken by name alone: other" in gather.source
     padded = pc.explain("psum", 256 << 10, devices=16, chip="v5e", wire="int8")
     assert padded.wire.way == "exchange"
