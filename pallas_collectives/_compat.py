@@ -8,11 +8,13 @@ Importing the package changes nothing of JAX's. `prepare` does, when the package
 
 import contextlib
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import numpy as np
 from jax._src import callback as _callback
 from jax._src import clusters as _clusters
 from jax._src import config as _config
@@ -70,12 +72,27 @@ def prepare() -> None:
     # The pipeline emitter asks which TPU it tiles for, in interpret mode too; CPU devices simulate
     # one, with the SparseCores of another beside it.
     _tpu_info.registry.setdefault("cpu", _simulated_info)
+    for kind in ("io_callback_impl", "pure_callback_impl"):
+        setattr(_callback, kind, functools.partial(_called_back, getattr(_callback, kind)))
     if _BEFORE_0_11:
         mlir.register_lowering(shard_map_p, _lower_shard_map)
     for primitive, rules in _waiting:
         _register(primitive, rules)
     _waiting.clear()
     _prepared = True
+
+
+def _called_back(by_jax: Any, *operands: Any, callback: Any, **how: Any) -> Any:
+    """What a callback returns; those of Pallas' interpreter are given NumPy arrays as they are.
+
+    JAX first puts each operand on a device, for functions that compute with its arrays. The
+    interpreter's make Python's integers and NumPy's arrays of them, most of whose time that takes.
+    """
+    function = callback.callback_func
+    function = getattr(function, "func", function)  # of a functools.partial
+    if str(getattr(function, "__module__", "")).startswith("jax._src.pallas."):
+        return tuple(map(np.asarray, callback(*operands)))
+    return by_jax(*operands, callback=callback, **how)
 
 
 def _simulated_info() -> Any:

@@ -5,9 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
+from jax.experimental import io_callback
 
 import pallas_collectives
+from pallas_collectives import _compat
 
 PACKAGE = Path(pallas_collectives.__file__).parent
 
@@ -88,6 +92,23 @@ assert tables() != before, "nothing is ever prepared"
 
 def test_importing_the_package_changes_nothing_of_jax() -> None:
     subprocess.run([sys.executable, "-c", UNUSED], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "module, given",
+    [("jax._src.pallas.mosaic.interpret", np.ndarray), ("mine", jax.Array), (None, jax.Array)],
+)
+def test_callbacks_of_the_interpreter_alone_are_given_arrays_as_they_are(module, given):
+    _compat.prepare()
+    seen = []
+
+    def function(x):
+        seen.append(x)
+        return x
+
+    function.__module__ = module
+    called = jax.jit(lambda x: io_callback(function, jax.ShapeDtypeStruct((), np.int32), x))
+    assert called(np.int32(3)) == 3 and isinstance(seen[0], given)
 
 
 def test_a_star_imports_what_is_public():

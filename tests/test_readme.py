@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec
 from pallas_collectives import all_gather, replay
 
 README = Path(__file__).parent.parent / "README.md"
-HELPERS = Path(__file__).parent / "helpers"
 
 
 def blocks(language: str) -> list[str]:
@@ -25,8 +24,7 @@ def blocks(language: str) -> list[str]:
 
 
 SESSION = """
-import code, interpreter, sys
-interpreter.call_back_with_arrays()
+import code, sys
 console = code.InteractiveConsole()
 for line in sys.stdin.read().splitlines():
     console.push(line)
@@ -40,7 +38,7 @@ def test_examples_run_as_pasted_in_one_session_and_print_what_they_say(tmp_path:
     done = subprocess.run(
         [sys.executable, "-c", SESSION],
         input="\n".join(examples),
-        env=os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": f"{README.parent}:{HELPERS}"},
+        env=os.environ | {"MPLBACKEND": "Agg", "PYTHONPATH": str(README.parent)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
