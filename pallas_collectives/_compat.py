@@ -73,7 +73,8 @@ def prepare() -> None:
     # one, with the SparseCores of another beside it.
     _tpu_info.registry.setdefault("cpu", _simulated_info)
     for kind in ("io_callback_impl", "pure_callback_impl"):
-        setattr(_callback, kind, functools.partial(_called_back, getattr(_callback, kind)))
+        if by_jax := getattr(_callback, kind, None):
+            setattr(_callback, kind, functools.partial(_called_back, by_jax))
     if _BEFORE_0_11:
         mlir.register_lowering(shard_map_p, _lower_shard_map)
     for primitive, rules in _waiting:
