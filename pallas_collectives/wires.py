@@ -27,22 +27,22 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_collectives import tiles
 from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.errors import DtypeError, WireError
+from pallas_collectives.tiles import LANES, SUBLANES
 
 GROUPS = (128, 256, "row")
 ROUNDINGS = ("nearest", "stochastic")
 SCALES = ("float32", "power of two")
 DTYPES = ("bfloat16", "int8", "float8_e4m3fn", "float8_e5m2")
-
-SUBLANES, LANES = 8, 128  # of a tile of TPUs
 
 LEAST_SCALE = 2.0**-126  # the smallest normal float32
 
@@ -198,7 +198,8 @@ def quantize(
       wire: with scales.
       noise: uniform in [0, 1), in x's shape, for stochastic rounding.
     """
-    cut = _Cut(x.shape, groups_of(x.shape[-1], wire))
+    count = groups_of(x.shape[-1], wire)
+    cut = tiles.Cut(x.shape, count, group_size(x.shape[-1], count))
     drawn = None if noise is None else cut.groups(noise)
     values, scales = of_groups(cut.groups(x.astype(jnp.float32)), wire, drawn, cut.axes)
     return cut.whole(values), cut.by_row(scales)
@@ -233,7 +234,8 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: DTypeLike = jnp.floa
       scales: float32 (..., groups); groups are as long as makes so many of the columns.
       dtype: the dtype of the result.
     """
-    cut = _Cut(values.shape, scales.shape[-1])
+    count = scales.shape[-1]
+    cut = tiles.Cut(values.shape, count, group_size(values.shape[-1], count))
     wide = jnp.expand_dims(cut.by_group(scales), cut.axes)
     return cut.whole(saturated(cut.groups(values).astype(jnp.float32) * wide, dtype))
 
@@ -314,82 +316,6 @@ def _scales(bits: jax.Array, wire: Wire) -> jax.Array:
     return jnp.where(bits < _INFINITY, scale, jnp.nan)
 
 
-class _Cut(NamedTuple):
-    """An array's rows, in so many groups.
-
-    What is whole tiles is cut in their order, (..., rows / 8, groups, 128s of a group, 8, 128): so
-    TPUs have arrays in memory, where any other order moves each number (on v5e 7 to 17 times the
-    cycles). Else it is (..., rows, groups, group), padded with zeros.
-    """
-
-    shape: tuple[int, ...]
-    groups_of_row: int
-
-    @property
-    def size(self) -> int:
-        """Numbers of a group."""
-        return group_size(self.shape[-1], self.groups_of_row)
-
-    @property
-    def tiled(self) -> bool:
-        whole = self.groups_of_row * self.size == self.shape[-1] and self.size % LANES == 0
-        return whole and of_tiles(self.shape)
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """Those of a group's numbers."""
-        return (-3, -1) if self.tiled else (-1,)
-
-    def groups(self, x: jax.Array) -> jax.Array:
-        """The array's groups."""
-        if self.tiled:
-            tiles = _in_tiles(x)
-            return tiles.reshape(*tiles.shape[:-3], self.groups_of_row, -1, SUBLANES, LANES)
-        padding = [(0, 0)] * (x.ndim - 1) + [(0, self.groups_of_row * self.size - x.shape[-1])]
-        return jnp.pad(x, padding).reshape(*x.shape[:-1], self.groups_of_row, self.size)
-
-    def whole(self, groups: jax.Array) -> jax.Array:
-        """The array of these groups."""
-        if self.tiled:
-            return _of_rows(groups.reshape(*groups.shape[:-4], -1, SUBLANES, LANES))
-        columns = self.groups_of_row * self.size
-        return groups.reshape(*self.shape[:-1], columns)[..., : self.shape[-1]]
-
-    def by_group(self, scales: jax.Array) -> jax.Array:
-        """(..., rows, groups) as `groups` has the groups."""
-        if not self.tiled:
-            return scales
-        *lead, rows, _ = scales.shape
-        return jnp.swapaxes(
-            scales.reshape(*lead, rows // SUBLANES, SUBLANES, self.groups_of_row), -1, -2
-        )
-
-    def by_row(self, scales: jax.Array) -> jax.Array:
-        """The inverse."""
-        if not self.tiled:
-            return scales
-        return jnp.swapaxes(scales, -1, -2).reshape(*self.shape[:-1], self.groups_of_row)
-
-
-def of_tiles(shape: tuple[int, ...]) -> bool:
-    """Whether an array's last two dimensions are whole tiles."""
-    whole = len(shape) > 1 and shape[-2] % SUBLANES == 0 and shape[-1] % LANES == 0
-    return whole and math.prod(shape) > 0
-
-
-def _in_tiles(x: jax.Array) -> jax.Array:
-    """(..., rows, columns) -> (..., rows / 8, columns / 128, 8, 128)."""
-    *lead, rows, columns = x.shape
-    tiles = x.reshape(*lead, rows // SUBLANES, SUBLANES, columns // LANES, LANES)
-    return jnp.swapaxes(tiles, -2, -3)
-
-
-def _of_rows(tiles: jax.Array) -> jax.Array:
-    """The inverse."""
-    *lead, rows, columns, _, _ = tiles.shape
-    return jnp.swapaxes(tiles, -2, -3).reshape(*lead, rows * SUBLANES, columns * LANES)
-
-
 # One buffer ---------------------------------------------------------------------------------------
 
 # What kernels cut goes in units, tiles of one-byte numbers. Blocks have an even number of them, for
@@ -430,7 +356,7 @@ def pack(values: jax.Array, scales: jax.Array, *, cut: bool = True) -> jax.Array
     nbytes = math.prod(numbers.shape[1:]) + math.prod(behind.shape[1:])
     units = _in_units(values.shape[1:], nbytes, cut)
     if units:
-        numbers = _in_tiles(numbers).reshape(blocks, units, SUBLANES, LANES)
+        numbers = tiles.in_tiles(numbers).reshape(blocks, units, SUBLANES, LANES)
         behind = behind.reshape(blocks, -1)
         room = _padded(nbytes, cut) - units * _UNIT_BYTES
         behind = jnp.pad(behind, ((0, 0), (0, room - behind.shape[1])))
@@ -442,7 +368,7 @@ def pack(values: jax.Array, scales: jax.Array, *, cut: bool = True) -> jax.Array
 
 def _in_units(block: tuple[int, ...], nbytes: int, cut: bool) -> int:
     """How many units a block's values are in `pack`; 0 where they are not whole tiles."""
-    whole = cut and nbytes >= _CUT_FROM_BYTES and of_tiles(block)
+    whole = cut and nbytes >= _CUT_FROM_BYTES and tiles.are_whole(block)
     return math.prod(block) // _UNIT_BYTES if whole else 0
 
 
@@ -458,8 +384,8 @@ def unpack(packed: jax.Array, shape: tuple[int, ...], wire: Wire) -> tuple[jax.A
     units = _in_units(shape, size + 4 * math.prod(scales), packed.ndim == 4)
     if units:
         *lead, rows, columns = shape
-        tiles = (*lead, rows // SUBLANES, columns // LANES, SUBLANES, LANES)
-        values = _of_rows(packed[:, :units].reshape(blocks, *tiles))
+        apart = (*lead, rows // SUBLANES, columns // LANES, SUBLANES, LANES)
+        values = tiles.in_rows(packed[:, :units].reshape(blocks, *apart))
         behind = packed[:, units:].reshape(blocks, -1)
     else:
         flat = packed.reshape(blocks, -1)

@@ -27,7 +27,17 @@ LAYERS = (
     ("catalogue",),
     ("kernels",),
     ("kernels.machinery", "topology"),
-    ("_compat", "annotations", "errors", "examples", "laying", "simulation", "validation", "wires"),
+    (
+        "_compat",
+        "annotations",
+        "errors",
+        "examples",
+        "laying",
+        "simulation",
+        "tiles",
+        "validation",
+        "wires",
+    ),
 )
 
 # Imports inside functions count too.

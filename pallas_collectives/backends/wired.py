@@ -47,7 +47,7 @@ from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import How
 from pallas_collectives.backends.wire_choice import settled
 from pallas_collectives.backends.wire_ways import Move, gathers_terms
-from pallas_collectives.kernels import gpu_codec
+from pallas_collectives.tiles import SUBLANES
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
@@ -247,9 +247,12 @@ def _by_kernels(
 
 def _in_one_pass(blocks: jax.Array, wire: Wire, move: Move) -> bool:
     """Whether kernels quantise and dequantise blocks in one pass each; else passes of XLA do."""
+    if move.how.backend != "nccl":
+        return False
+    from pallas_collectives.kernels import gpu_codec  # which other backends do not need
+
     come = 1 if move.op == "permute" else move.group.size
-    on_gpus = move.how.backend == "nccl"
-    return on_gpus and gpu_codec.serves(blocks.shape, wire, come) and _converts(wire)
+    return gpu_codec.serves(blocks.shape, wire, come) and _converts(wire)
 
 
 def _converts(wire: Wire) -> bool:
@@ -306,7 +309,7 @@ def _of_tiles(block: tuple[int, ...], how: How, cut: int) -> bool:
     """Whether a block's rows are whole groups, and whole tiles after the `cut`."""
     if how.wire is None or not how.wire.scaled or len(block) < 2 + how.mapped:
         return False
-    tiled = math.prod(block[:-1]) % (cut * wires.SUBLANES) == block[-2] % wires.SUBLANES == 0
+    tiled = math.prod(block[:-1]) % (cut * SUBLANES) == block[-2] % SUBLANES == 0
     return tiled and block[-1] % _whole(how) == 0
 
 

@@ -1,0 +1,49 @@
+"""Groups in the order of TPU tiles: the same groups, and nothing that the compiler moves for it."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import harness
+from pallas_collectives import tiles, wires
+from pallas_collectives.wires import Wire
+
+
+@pytest.mark.parametrize("count, size", [(6, 128), (3, 256), (1, 768)])
+@pytest.mark.parametrize("shape", [(16, 768), (2, 8, 768), (3, 5, 768)])
+def test_groups_are_those_of_rows(shape: tuple[int, ...], count: int, size: int) -> None:
+    x, cut = jnp.arange(np.prod(shape)).reshape(shape), tiles.Cut(shape, count, size)
+    assert cut.tiled == (shape[-2] % 8 == 0)
+    want = x.reshape(*shape[:-1], count, size).max(axis=-1)
+    groups = cut.groups(x)
+    np.testing.assert_array_equal(cut.by_row(groups.max(axis=cut.axes)), want)
+    np.testing.assert_array_equal(cut.by_group(want), groups.max(axis=cut.axes))
+    np.testing.assert_array_equal(cut.whole(groups), x)
+
+
+@pytest.mark.parametrize("wire", [Wire("int8"), Wire("int8", "row")], ids=str)
+def test_no_pass_over_whole_tiles_moves_numbers(wire: Wire) -> None:
+    """By the compiler's cycles packing and unpacking take less than six copies of what is packed.
+
+    Of rows that are no whole tiles it takes more than three times that.
+    """
+    pytest.importorskip("libtpu")
+
+    def cycles(rows: int) -> int:
+        def there_and_back(x: jax.Array) -> jax.Array:
+            sent = jax.lax.optimization_barrier(wires.pack(*wires.quantize(x[None], wire)))
+            return wires.dequantize(*wires.unpack(sent, x.shape, wire), x.dtype)[0]
+
+        on = harness.tpu_mesh("v5e:2x2", {"x": 4})
+        x = jax.ShapeDtypeStruct((rows, 4096), "bfloat16", sharding=jax.NamedSharding(on, P()))
+        mapped = jax.shard_map(there_and_back, mesh=on, in_specs=P(), out_specs=P())
+        text = jax.jit(mapped).lower(x).compile().as_text()
+        return sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', text)))
+
+    of_copy = 152_000 / 2048  # of a row of 4096 bfloat16 on v5e
+    assert cycles(2048) < 6 * of_copy * 2048
+    assert cycles(2044) > 18 * of_copy * 2044
