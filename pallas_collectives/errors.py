@@ -2,10 +2,15 @@
 
 
 class CollectiveError(ValueError):
-    """A collective that cannot run as asked; raised while tracing, before anything is launched."""
+    """A collective that cannot run as asked; raised while tracing, before anything is launched.
+
+    Attributes:
+      why: the value and the rule: what is said where lax serves in its place.
+    """
 
     def __init__(self, value: str, rule: str, remedy: str) -> None:
-        super().__init__(f"{value}: {rule}; {remedy}.")
+        self.why = f"{value}: {rule}"
+        super().__init__(f"{self.why}; {remedy}.")
 
 
 class UnboundAxisError(CollectiveError, NameError):

@@ -198,8 +198,7 @@ def quantize(
       wire: with scales.
       noise: uniform in [0, 1), in x's shape, for stochastic rounding.
     """
-    count = groups_of(x.shape[-1], wire)
-    cut = tiles.Cut(x.shape, count, group_size(x.shape[-1], count))
+    cut = _cut(x.shape, groups_of(x.shape[-1], wire))
     drawn = None if noise is None else cut.groups(noise)
     values, scales = of_groups(cut.groups(x.astype(jnp.float32)), wire, drawn, cut.axes)
     return cut.whole(values), cut.by_row(scales)
@@ -234,8 +233,7 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: DTypeLike = jnp.floa
       scales: float32 (..., groups); groups are as long as makes so many of the columns.
       dtype: the dtype of the result.
     """
-    count = scales.shape[-1]
-    cut = tiles.Cut(values.shape, count, group_size(values.shape[-1], count))
+    cut = _cut(values.shape, scales.shape[-1])
     wide = jnp.expand_dims(cut.by_group(scales), cut.axes)
     return cut.whole(saturated(cut.groups(values).astype(jnp.float32) * wide, dtype))
 
@@ -302,6 +300,11 @@ def spacing(scaled: jax.Array, wire: Wire) -> jax.Array:
     least = _LEAST_EXPONENT[wire.dtype]
     exponent = jnp.where(scaled == 0, least, jnp.maximum(exponent, least))
     return jnp.ldexp(jnp.ones_like(scaled), exponent - _MANTISSA[wire.dtype])
+
+
+def _cut(shape: tuple[int, ...], count: int) -> tiles.Cut:
+    """How an array is cut, of whose rows each has so many groups."""
+    return tiles.Cut(shape, count, group_size(shape[-1], count))
 
 
 def _scales(bits: jax.Array, wire: Wire) -> jax.Array:

@@ -212,9 +212,7 @@ _NO_FIGURE = "no figure"
 def why(name: str, candidates: Sequence[Candidate]) -> str:
     """Why an algorithm serves, of all that could."""
     if candidates[0].source.startswith(_NO_FIGURE):
-        return (
-            "no time for a group of this size; the order of the nearest group in the table decides"
-        )
+        return "no table has a time for such a group; the order of the nearest one decides"
     timed = [c for c in candidates if c.us is not None and c.latency_us is not None]
     if not timed or name != timed[0].algorithm:
         able = [c for c in candidates if c.us is not None or c.source == _UNTIMED]

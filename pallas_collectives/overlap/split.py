@@ -14,7 +14,7 @@ Who serves:
   holds multiprocessors is in their way: on two H200, 16 layers whose weights are gathered one ahead
   take 1.05 times as long as with weights that are there, and 1.2 times as long with lax's gathers.
   What they do not do is one call of NCCL, where it is started: pmax, pmin, pbroadcast,
-  ragged_all_to_all, elements that share bytes, and everything between hosts.
+  ragged_all_to_all (lax's up to 1 MiB), elements that share bytes, and everything between hosts.
 * On TPUs the collective is one call, where it is started, by what lets the core go on: lax, where
   XLA runs it beside compute; else a SparseCore, for what is worth its launch; else a kernel on the
   TensorCore, which stops for it. `explain("all_gather_start", ...)` says which, and why.
