@@ -307,7 +307,7 @@ def seconds_of_passes(op: str, x: jax.Array, blocks: tuple[int, ...], n: int, wa
         come = n
     elif record.sums_everywhere:  # terms are added, the sums quantised, and all of them dequantised
         quantised, come = 1 + 1 / n, 2
-    spread = 2 if op == "ragged_all_to_all" else 1 if tiles.are_whole(blocks) else 8
+    spread = 2 if op == "ragged_all_to_all" else 1 if tiles.are_whole(blocks[1:]) else 8
     return x.size * (4 * quantised + come) * spread * chip.passed / chip.vector_rate
 
 
