@@ -410,6 +410,11 @@ def triton_params(**options: Any) -> Any:
     return module.CompilerParams(**options)
 
 
+def takes_computed_sources() -> bool:
+    """Whether lax broadcasts from a device whose number an array holds: from 0.12 on."""
+    return jax.__version_info__ >= (0, 12)
+
+
 def callbacks_hold_threads() -> bool:
     """Whether a device that runs a host callback holds a thread of the CPU client: before 0.11."""
     return _BEFORE_0_11

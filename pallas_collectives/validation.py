@@ -122,7 +122,11 @@ def checked_perm(perm: Sequence[tuple[int, int]], size: int) -> list[tuple[int, 
 
 
 def check_source(source: Number, size: int) -> None:
-    """Checks that a source, if tracing knows it, exists."""
+    """Checks that a source, if tracing knows it, exists; before JAX 0.12 it has to."""
+    if isinstance(source, jax.Array) and not _compat.takes_computed_sources():
+        rule = f"with JAX {jax.__version__} it must be an int, as for lax's"
+        remedy = "give a number that is known, or take JAX 0.12"
+        raise CollectiveError(f"source={source}", rule, remedy)
     if isinstance(source, int) and not 0 <= source < size:
         rule = f"it must be a device number in [0, {size})"
         raise CollectiveError(f"source={source}", rule, "name a device of the axis")

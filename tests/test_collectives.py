@@ -234,6 +234,17 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
         CollectiveError,
         ("source=4", "[0, 4)", "name a device"),
     ),
+    **(
+        {}
+        if jax.__version_info__ >= (0, 12)
+        else {
+            "broadcast from a computed device": (
+                lambda x: pc.pbroadcast(x, "x", jnp.argmax(x)),
+                CollectiveError,
+                (f"JAX {jax.__version__}", "must be an int", "a number that is known"),
+            )
+        }
+    ),
     "complex maximum": (
         lambda x: pc.pmax({"a": x, "b": x + 1j}, "x"),
         DtypeError,

@@ -57,7 +57,7 @@ DERIVED: dict[str, Callable[..., Any]] = {
     "pswapaxes": lambda m, x: m.pswapaxes(x.reshape(2, 8, 128), "x", 0),
     "pbroadcast": lambda m, x: m.pbroadcast(x, "x", 1),
 }
-if jax.__version_info__ >= (0, 11):
+if jax.__version_info__ >= (0, 12):
     DERIVED["pbroadcast-dynamic"] = lambda m, x: m.pbroadcast(x, "x", jnp.int32(x.size % 2))
 UNDIFFERENTIABLE: dict[str, Callable[..., Any]] = {
     "pmax": lambda m, x: m.pmax(x, "x"),
