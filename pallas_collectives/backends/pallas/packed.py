@@ -18,9 +18,10 @@ from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms, fastest
 from pallas_collectives.backends.plans import How
 from pallas_collectives.catalogue.records import Kernel
-from pallas_collectives.kernels.machinery.blocks import sublanes, whole_shape
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes, whole_shape
 from pallas_collectives.kernels.machinery.codec import ROWS, Codec
 from pallas_collectives.kernels.torus import sections
+from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
@@ -68,6 +69,7 @@ class Blocks(NamedTuple):
     shape: tuple[int, ...]  # of a block
     split_axis: int
     concat_axis: int
+    views: tuple[View, View] | None = None  # of what leaves and what comes, if as tiles in a row
 
 
 def _exchanged(
@@ -76,8 +78,17 @@ def _exchanged(
     """How a kernel can read an operand, pack it and exchange its blocks; None if it cannot."""
     block = (*shape[:split], shape[split] // n, *shape[split + 1 :])
     if math.prod(shape[:split]) == math.prod(block[:concat]) == 1:
-        seen = _in_rows(block, dtype, wire)
-        return seen and Blocks(seen, 0, 0)
+        if seen := _in_rows(block, dtype, wire):
+            return Blocks(seen, 0, 0)
+        tile, there, here = (
+            Codec(wire).tile,
+            View.of_lanes(block, split),
+            View.of_lanes(block, concat),
+        )
+        whole = tile[1] == LANES and math.prod(block) % math.prod(tile) == 0
+        if whole and there and here and _able(block, dtype, wire):
+            return Blocks((math.prod(block) // LANES, LANES), 0, 0, (there, here))
+        return None
     able = max(split, concat) < len(shape) - 1 and _able(block, dtype, wire)
     return Blocks(block, split, concat) if able and block[-2] % ROWS == 0 else None
 
@@ -153,11 +164,12 @@ def all_to_all(
     shape[seen.split_axis] *= n
     result[split_axis] //= n
     result[concat_axis] *= n
-    blocks = x.reshape(shape)
+    blocks = (seen.views[0].into(x, (n,)) if seen.views else x).reshape(shape)
     plan = algorithms.choose("all_to_all", how, blocks, group)
     at = {"split_axis": seen.split_axis, "concat_axis": seen.concat_axis}
     options = {"codec": Codec(wire), "interpret": how.interpret}
-    return algorithms.launch(plan, blocks, group, **at, **options).reshape(result)
+    come = algorithms.launch(plan, blocks, group, **at, **options)
+    return (seen.views[1].out_of(come, (n,)) if seen.views else come).reshape(result)
 
 
 def ppermute(
