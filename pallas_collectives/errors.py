@@ -2,15 +2,10 @@
 
 
 class CollectiveError(ValueError):
-    """A collective that cannot run as asked; raised while tracing, before anything is launched.
-
-    Attributes:
-      why: the value and the rule: what is said where lax serves in its place.
-    """
+    """A collective that cannot run as asked; raised while tracing, before anything is launched."""
 
     def __init__(self, value: str, rule: str, remedy: str) -> None:
-        self.why = f"{value}: {rule}"
-        super().__init__(f"{self.why}; {remedy}.")
+        super().__init__(f"{value}: {rule}; {remedy}.")
 
 
 class UnboundAxisError(CollectiveError, NameError):

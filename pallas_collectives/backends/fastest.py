@@ -152,7 +152,7 @@ def _fastest(
             raise UnservedError(
                 f"{called} over {described(group)}",
                 "its algorithms serve shifts by one position along one axis only",
-                "leave backend and algorithm unset: lax then serves",
+                "lax serves where backend and algorithm are unset",
             )
         names = tuple(name for name in names if name not in shifts)
     exchanges = ordered.EXCHANGE in algorithms

@@ -72,7 +72,7 @@ def _served(
         except UNSERVABLE as error:
             if how.strict:
                 raise
-            how = dataclasses.replace(how, backend="xla", fallback=error.why)
+            how = dataclasses.replace(how, backend="xla", fallback=str(error))
     plan = Plan(op=op, backend="xla", why=how.fallback, beside=beside)
     if how.wire is not None or (how.order is not None and _adds(op)):
         result = run(op, how, *args, **params)  # raises what lax cannot mend, and then serves not

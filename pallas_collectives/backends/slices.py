@@ -179,7 +179,7 @@ def _not_in_steps(group: Group, rule: str) -> SliceError:
     return SliceError(
         f"a group over {group.axes}, across slices",
         f"{rule}; only XLA's own collectives go between slices",
-        "leave backend and algorithm unset: lax then serves",
+        "lax serves where backend and algorithm are unset",
     )
 
 

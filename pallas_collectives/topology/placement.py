@@ -277,7 +277,7 @@ def unreachable(what: str, chip: chips.Chip) -> ReachError:
     return ReachError(
         what,
         f"{chip.name} writes to devices at power-of-two offsets along one torus axis only",
-        "leave backend and algorithm unset: another algorithm, or lax, then serves",
+        "another algorithm, or lax, serves where backend and algorithm are unset",
     )
 
 
