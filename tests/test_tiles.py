@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import harness
+import pallas_collectives as pc
 from pallas_collectives import tiles, wires
 from pallas_collectives.wires import Wire
 
@@ -47,3 +48,23 @@ def test_no_pass_over_whole_tiles_moves_numbers(wire: Wire) -> None:
     of_copy = 152_000 / 2048  # of a row of 4096 bfloat16 on v5e
     assert cycles(2048) < 6 * of_copy * 2048
     assert cycles(2044) > 18 * of_copy * 2044
+
+
+@pytest.mark.full
+def test_tiles_in_a_row_are_exchanged_as_they_lie() -> None:
+    """Blocks of 32 rows: between two products the kernel packs them, and nothing is moved."""
+    pytest.importorskip("libtpu")
+
+    def program(x: jax.Array, w: jax.Array) -> jax.Array:
+        sent = pc.all_to_all(x @ w, "x", 0, 0, tiled=True, wire="int8")
+        return sent @ w
+
+    on = harness.tpu_mesh("v6e:2x2", {"x": 4})
+    mapped = jax.shard_map(program, mesh=on, in_specs=(P("x"), P()), out_specs=P("x"))
+    operands = [
+        jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(on, spec))
+        for shape, spec in (((4 * 128, 1024), P("x")), ((1024, 1024), P()))
+    ]
+    text = jax.jit(mapped).lower(*operands).compile().as_text()
+    assert "all_to_all_packed" in text
+    assert not re.findall(r"(?:copy|transpose|reshape)[.\d]* = ", text)
