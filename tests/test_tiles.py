@@ -1,6 +1,8 @@
 """Groups in the order of TPU tiles: the same groups, and nothing that the compiler moves for it."""
 
+import functools
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +13,10 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from pallas_collectives import tiles, wires
+from pallas_collectives.backends.pallas import packed
+from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
+from wired_calls import run, within
 
 
 @pytest.mark.parametrize("count, size", [(6, 128), (3, 256), (1, 768)])
@@ -48,6 +53,41 @@ def test_no_pass_over_whole_tiles_moves_numbers(wire: Wire) -> None:
     of_copy = 152_000 / 2048  # of a row of 4096 bfloat16 on v5e
     assert cycles(2048) < 6 * of_copy * 2048
     assert cycles(2044) > 18 * of_copy * 2044
+
+
+@pytest.mark.parametrize("shape, split, concat", [((32, 2048), 0, 0), ((1, 32, 2048), 1, 0)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_exchanged_blocks_of_few_rows_are_packed_as_tiles_in_a_row(
+    shape: tuple[int, ...], split: int, concat: int, dtype: Any
+) -> None:
+    n, wire = 4, Wire("int8")
+    x = np.random.default_rng(0).normal(size=(n, *shape)).astype(np.float32)
+    at: Any = {"split_axis": split, "concat_axis": concat}
+    packs = packed.exchange_bytes(
+        "direct", wire, x=jnp.zeros(shape, dtype), group=Group(("x",), (n,)), **at
+    )
+    assert packs == n * (8 * 2048 + 4 * 8 * 16)
+
+    def program(x: jax.Array) -> Any:
+        exchange = functools.partial(pc.all_to_all, axis_name="x", tiled=True, **at)
+        x, ours = x.astype(dtype), {"backend": "pallas", "algorithm": "direct"}
+        return exchange(x, wire=wire, **ours), exchange(x, **ours), exchange(within(x, wire))
+
+    got, exact, bounds = (each.astype(np.float64) for each in run(program, x, n=n))
+    assert got.shape == exact.shape and (got != exact).any()
+    assert (np.abs(got - exact) <= bounds * (1 + 2.0**-6) + np.abs(exact) * 2.0**-8).all()
+
+
+@pytest.mark.parametrize("wire", [Wire("int8", "row"), Wire("int8", 256), "bfloat16"], ids=str)
+def test_exchanged_blocks_that_no_kernel_packs_go_by_passes(wire: Any) -> None:
+    """Of rows with a scale each, of groups wider than a tile, and without scales."""
+    x = np.random.default_rng(0).normal(size=(4, 32, 2048)).astype(np.float32)
+    exchange = functools.partial(pc.all_to_all, axis_name="x", split_axis=0, concat_axis=0)
+    of_lax, ours = (
+        run(functools.partial(exchange, tiled=True, wire=wire, backend=by), x, n=4)
+        for by in ("xla", "pallas")
+    )
+    np.testing.assert_array_equal(of_lax, ours)
 
 
 @pytest.mark.full

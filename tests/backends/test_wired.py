@@ -12,11 +12,9 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives import wires
 from pallas_collectives.backends import nccl_packed
-from pallas_collectives.backends.pallas import packed as ways_that_pack
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.nccl import mailboxes, packed
-from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 from wired_calls import (
     BY_XLA,
@@ -300,29 +298,6 @@ def test_nccl_gives_the_bits_that_lax_gives(
     assert went == {by} - {"passes"}
     for a, b in zip(of_lax, ours, strict=True):
         np.testing.assert_array_equal(a, b)
-
-
-@pytest.mark.parametrize("shape, split, concat", [((32, 2048), 0, 0), ((1, 32, 2048), 1, 0)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_exchanged_blocks_of_few_rows_are_packed_as_tiles_in_a_row(
-    shape: tuple[int, ...], split: int, concat: int, dtype: Any
-) -> None:
-    n, wire = 4, Wire("int8")
-    x = np.random.default_rng(0).normal(size=(n, *shape)).astype(np.float32)
-    at: Any = {"split_axis": split, "concat_axis": concat}
-    packs = ways_that_pack.exchange_bytes(
-        "direct", wire, x=jnp.zeros(shape, dtype), group=Group(("x",), (n,)), **at
-    )
-    assert packs == n * (8 * 2048 + 4 * 8 * 16)
-
-    def program(x: jax.Array) -> Any:
-        exchange = functools.partial(pc.all_to_all, axis_name="x", tiled=True, **at)
-        x, ours = x.astype(dtype), {"backend": "pallas", "algorithm": "direct"}
-        return exchange(x, wire=wire, **ours), exchange(x, **ours), exchange(within(x, wire))
-
-    got, exact, bounds = (each.astype(np.float64) for each in run(program, x, n=n))
-    assert got.shape == exact.shape and (got != exact).any()
-    assert (np.abs(got - exact) <= bounds * (1 + 2.0**-6) + np.abs(exact) * 2.0**-8).all()
 
 
 @pytest.mark.usefixtures("by_nccl")

@@ -80,15 +80,13 @@ def _exchanged(
     if math.prod(shape[:split]) == math.prod(block[:concat]) == 1:
         if seen := _in_rows(block, dtype, wire):
             return Blocks(seen, 0, 0)
-        tile, there, here = (
-            Codec(wire).tile,
-            View.of_lanes(block, split),
-            View.of_lanes(block, concat),
+        if not _able(block, dtype, wire):
+            return None
+        leaves, comes = (
+            sections.of_whole_tiles(block, axis, dtype, Codec(wire)) for axis in (split, concat)
         )
-        whole = tile[1] == LANES and math.prod(block) % math.prod(tile) == 0
-        if whole and there and here and _able(block, dtype, wire):
-            return Blocks((math.prod(block) // LANES, LANES), 0, 0, (there, here))
-        return None
+        row = math.prod(block) // LANES, LANES
+        return Blocks(row, 0, 0, (leaves, comes)) if leaves and comes else None
     able = max(split, concat) < len(shape) - 1 and _able(block, dtype, wire)
     return Blocks(block, split, concat) if able and block[-2] % ROWS == 0 else None
 
