@@ -80,7 +80,7 @@ def test_exchanged_blocks_of_few_rows_are_packed_as_tiles_in_a_row(
 
 @pytest.mark.parametrize("wire", [Wire("int8", "row"), Wire("int8", 256), "bfloat16"], ids=str)
 def test_exchanged_blocks_that_no_kernel_packs_go_by_passes(wire: Any) -> None:
-    """Of rows with a scale each, of groups wider than a tile, and without scales."""
+    """Rows with a scale each, groups wider than a tile, and numbers without scales."""
     x = np.random.default_rng(0).normal(size=(4, 32, 2048)).astype(np.float32)
     exchange = functools.partial(pc.all_to_all, axis_name="x", split_axis=0, concat_axis=0)
     of_lax, ours = (

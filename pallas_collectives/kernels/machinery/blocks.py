@@ -9,8 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_collectives.annotations import DType, Index, Number, Ref
-
-LANES = 128
+from pallas_collectives.tiles import LANES as LANES
 
 
 def sublanes(dtype: DType) -> int:

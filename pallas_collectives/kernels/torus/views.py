@@ -9,9 +9,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from pallas_collectives.annotations import DType
-from pallas_collectives.kernels.machinery.blocks import LANES
-
-_HIGH = 8  # rows of a tile in HBM, whatever the dtype
+from pallas_collectives.tiles import LANES, SUBLANES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +44,10 @@ class View:
     @classmethod
     def of_tiles(cls, shape: tuple[int, ...], axis: int) -> "View | None":
         """The view of blocks of rows as tiles in a row; None where they are not whole tiles."""
-        if axis == len(shape) - 1 or shape[-2] % _HIGH or shape[-1] % LANES:
+        if axis == len(shape) - 1 or shape[-2] % SUBLANES or shape[-1] % LANES:
             return None
-        tiles = math.prod(shape[axis:]) // (_HIGH * LANES)
-        return cls(shape, axis, (*shape[:axis], tiles, _HIGH, LANES), axis)
+        tiles = math.prod(shape[axis:]) // (SUBLANES * LANES)
+        return cls(shape, axis, (*shape[:axis], tiles, SUBLANES, LANES), axis)
 
     @classmethod
     def of_lanes(cls, shape: tuple[int, ...], axis: int) -> "View | None":
@@ -93,5 +91,5 @@ def _as_they_lie(rows: jax.Array) -> jax.Array:
 
 
 def _high(rows: int) -> int:
-    """Rows of what is taken for a tile."""
-    return _HIGH if rows % _HIGH == 0 else rows
+    """Rows of what is taken for a tile in HBM, whatever the dtype."""
+    return SUBLANES if rows % SUBLANES == 0 else rows
