@@ -208,12 +208,40 @@ def of_groups(
     groups: jax.Array, wire: Wire, noise: jax.Array | None = None, axes: tuple[int, ...] = (-1,)
 ) -> tuple[jax.Array, jax.Array]:
     """`quantize` of whole groups of float32, which lie along some axes; scales have the others."""
-    # As integers, which order magnitudes alike, and NaN behind inf whatever the backend.
-    magnitudes = lax.bitcast_convert_type(groups, jnp.int32) & np.int32(0x7FFFFFFF)
-    scales = _scales(jnp.max(magnitudes, axis=axes, initial=0), wire)
-    usable = scales > 0  # where the scale is 0 or NaN the values are 0
-    inverse = jnp.expand_dims(1 / jnp.where(usable, scales, 1), axes)
-    scaled = jnp.where(jnp.expand_dims(usable, axes), groups * inverse, 0)
+    bits = jnp.max(magnitudes(groups), axis=axes, keepdims=True, initial=0)
+    scales = scales_of(lax.bitcast_convert_type(bits, jnp.float32), wire)
+    return rounded(groups, inverse(scales), wire, noise), jnp.squeeze(scales, axes)
+
+
+def magnitudes(numbers: jax.Array) -> jax.Array:
+    """Float32 as integers, which order magnitudes alike; inf for NaN, whatever the backend."""
+    bits = lax.bitcast_convert_type(numbers, jnp.int32) & np.int32(0x7FFFFFFF)
+    return jnp.minimum(bits, _INFINITY)
+
+
+def scales_of(largest: jax.Array, wire: Wire) -> jax.Array:
+    """Scales of groups with these largest magnitudes."""
+    scale = jnp.maximum(largest * np.float32(1 / wire.largest), LEAST_SCALE)
+    if wire.scales == "power of two":
+        bits = lax.bitcast_convert_type(scale, jnp.int32)
+        bits = (bits + np.int32(0x007FFFFF)) & np.int32(0x7F800000)
+        scale = lax.bitcast_convert_type(bits, jnp.float32)
+    scale = jnp.where(largest == 0, 0.0, scale)
+    return jnp.where(largest < np.float32(np.inf), scale, jnp.nan)
+
+
+def inverse(scales: jax.Array) -> jax.Array:
+    """What numbers are multiplied by; 0 where scales are 0 or NaN, and so are the values."""
+    usable = scales > 0
+    return jnp.where(usable, 1 / jnp.where(usable, scales, 1), 0)
+
+
+def rounded(
+    numbers: jax.Array, inverses: jax.Array, wire: Wire, noise: jax.Array | None = None
+) -> jax.Array:
+    """Values of float32; `inverse` of their scales broadcasts against them."""
+    inverses = jnp.broadcast_to(inverses, numbers.shape)  # first: TPUs compare as many either way
+    scaled = jnp.where(inverses > 0, numbers * inverses, 0)
     scaled = jnp.clip(scaled, -wire.largest, wire.largest)
     if noise is not None:
         step = spacing(scaled, wire)
@@ -221,8 +249,8 @@ def of_groups(
         scaled = jnp.clip(scaled, -wire.largest, wire.largest)
     elif wire.dtype == "int8":
         bits = lax.bitcast_convert_type(scaled + TO_INTEGER, jnp.int32)
-        return bits.astype(jnp.int8), scales
-    return scaled.astype(wire.dtype), scales
+        return bits.astype(jnp.int8)
+    return scaled.astype(wire.dtype)
 
 
 def dequantize(values: jax.Array, scales: jax.Array, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -238,10 +266,10 @@ def dequantize(values: jax.Array, scales: jax.Array, dtype: DTypeLike = jnp.floa
     return cut.whole(saturated(cut.groups(values).astype(jnp.float32) * wide, dtype))
 
 
-def saturated(numbers: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """Numbers that have arrived in a dtype: its largest number for those beyond."""
+def saturated(numbers: jax.Array, dtype: DTypeLike, result: DTypeLike | None = None) -> jax.Array:
+    """Numbers that have arrived in a dtype: its largest number for those beyond; as `result`."""
     limit = float(jnp.finfo(dtype).max)
-    return jnp.clip(numbers, -limit, limit).astype(dtype)
+    return jnp.clip(numbers, -limit, limit).astype(dtype if result is None else result)
 
 
 def overflows_from(dtype: DTypeLike) -> float:
@@ -305,18 +333,6 @@ def spacing(scaled: jax.Array, wire: Wire) -> jax.Array:
 def _cut(shape: tuple[int, ...], count: int) -> tiles.Cut:
     """How an array is cut, of whose rows each has so many groups."""
     return tiles.Cut(shape, count, group_size(shape[-1], count))
-
-
-def _scales(bits: jax.Array, wire: Wire) -> jax.Array:
-    """Scales of groups, from the bits of each group's largest magnitude."""
-    amax = lax.bitcast_convert_type(bits, jnp.float32)
-    scale = jnp.maximum(amax * np.float32(1 / wire.largest), LEAST_SCALE)
-    if wire.scales == "power of two":
-        mantissa, exponent = jnp.frexp(scale)
-        exponent = jnp.where(mantissa == 0.5, exponent - 1, exponent)
-        scale = jnp.ldexp(jnp.ones_like(scale), exponent)
-    scale = jnp.where(bits == 0, 0.0, scale)
-    return jnp.where(bits < _INFINITY, scale, jnp.nan)
 
 
 # One buffer ---------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ in what bits terms are quantised, it is the exchange, or the passes.
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_collectives import catalogue, tiles, wires
+from pallas_collectives.annotations import DType
 from pallas_collectives.backends import fastest, ordered, slices
 from pallas_collectives.backends.plans import Candidate, How
 from pallas_collectives.catalogue.records import TORUS
@@ -35,6 +36,9 @@ from pallas_collectives.kernels.torus import reduce_scatter as torus
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
+
+if TYPE_CHECKING:
+    from pallas_collectives.kernels.wire_format import Format
 
 EXCHANGE = ordered.EXCHANGE.name
 GATHER = "gather"  # a way of psum's over a wire: everyone's terms are gathered, and added
@@ -95,8 +99,10 @@ def ways(
     assert wire is not None
     sent, in_terms = 2 * x.size, adds(op) and wire.scaled
     if wire.scaled:
+        format = by_kernels(blocks, x.dtype, wire, how.backend, op)
         cut = op != "ragged_all_to_all"
-        sent = blocks[0] * wires.packed_bytes(blocks[1:], wire, cut=cut)
+        each = format.nbytes if format else wires.packed_bytes(blocks[1:], wire, cut=cut)
+        sent = blocks[0] * each
     names = once(op) if in_terms else ("",)
     moved = tuple(_moved(op, name, x, blocks, sent, group, how) for name in names)
     if not wire.scaled or no_ring(op, group, how):
@@ -124,10 +130,10 @@ def _moved(
         steps, part = ("all_gather",), sent
     elif name:
         steps, part = record.ordered_steps, sent // n
-    scaled = how.wire is not None and how.wire.scaled
-    seconds = (
-        seconds_of_passes(op, x, blocks, n, name) if scaled else seconds_to_cast(op, x.nbytes, n)
-    )
+    wire, seconds = how.wire, seconds_to_cast(op, x.nbytes, n)
+    if wire is not None and wire.scaled:
+        format = by_kernels(blocks, x.dtype, wire, how.backend, op)
+        seconds = seconds_of_passes(op, x, blocks, n, name, format)
     us = _in_all([_least(step, part, group) for step in steps], 1e6 * seconds, how.backend)
     return Way(name, sent, 1e6 * seconds, us)
 
@@ -286,11 +292,25 @@ def off_in(op: str, n: int, requantizes: bool = False, *, way: str = "") -> str:
     return f"{terms}{' and in their sum' if gathers_sums else ''}"
 
 
-def seconds_of_passes(op: str, x: jax.Array, blocks: tuple[int, ...], n: int, way: str) -> float:
-    """What XLA's passes take that quantise an operand and dequantise what comes, on the chip here.
+def by_kernels(
+    blocks: tuple[int, ...], dtype: DType, wire: Wire, backend: str, op: str = ""
+) -> "Format | None":
+    """How kernels of our own make the passes; None where XLA does."""
+    if backend != "pallas" or op == "ragged_all_to_all":  # whose rows go one by one
+        return None
+    from pallas_collectives.kernels.wire_format import Format  # which only wires need
 
-    By the cycles that the compiler reckons for them (`Chip.passed`). Where blocks are no whole
-    tiles XLA moves each number besides, in about eight times as many; ragged rows take twice.
+    return Format.of(blocks[1:], dtype, wire)
+
+
+def seconds_of_passes(
+    op: str, x: jax.Array, blocks: tuple[int, ...], n: int, way: str, format: "Format | None"
+) -> float:
+    """What passes take that quantise an operand and dequantise what comes, on the chip here.
+
+    By the cycles that the compiler reckons for them: those of our own kernels, or XLA's
+    (`Chip.passed`). Where blocks are no whole tiles XLA moves each number besides, in about eight
+    times as many; ragged rows take twice.
 
     Args:
       op: the canonical collective.
@@ -298,17 +318,23 @@ def seconds_of_passes(op: str, x: jax.Array, blocks: tuple[int, ...], n: int, wa
       blocks: as `wire_choice.settled`.
       n: devices.
       way: `GATHER` for a psum that gathers; else sums are by the exchange.
+      format: of `by_kernels`.
     """
-    record, chip = catalogue.COLLECTIVES[op], chips.current()
-    quantised, come = 1.0, 1.0  # of each number of the operand
-    if not record.adds:
-        come = n if "gather" in record.phases else 1
-    elif record.sums_everywhere and gathers_terms(n, way):
-        come = n
-    elif record.sums_everywhere:  # terms are added, the sums quantised, and all of them dequantised
-        quantised, come = 1 + 1 / n, 2
+    record, chip, k = catalogue.COLLECTIVES[op], chips.current(), blocks[0]
+    if record.sums_everywhere and not gathers_terms(n, way):
+        passes = [(k, k), (1, k)]  # terms are added, the sums quantised, and all dequantised
+    else:
+        everywhere = "gather" in record.phases and (record.sums_everywhere or not record.adds)
+        passes = [(k, n * k if everywhere else k)]
+    if format:
+        size = x.dtype.itemsize
+        each = (
+            (format.seconds_to_pack(p, size), format.seconds_to_unpack(u, size)) for p, u in passes
+        )
+        return sum(map(sum, each))
     spread = 2 if op == "ragged_all_to_all" else 1 if tiles.are_whole(blocks[1:]) else 8
-    return x.size * (4 * quantised + come) * spread * chip.passed / chip.vector_rate
+    numbers = sum(4 * packed + come for packed, come in passes) * math.prod(blocks[1:])
+    return numbers * spread * chip.passed / chip.vector_rate
 
 
 def seconds_to_cast(op: str, nbytes: int, n: int) -> float:

@@ -20,8 +20,9 @@ group holds inf.
 
 On GPUs kernels of one pass quantise, and dequantise or add, where `gpu_codec` serves, and write to
 peers' memory where that is reached (`nccl_packed`); elsewhere passes of XLA do it: the same bits.
-On TPUs gathers, direct exchanges and permutes of whole tiles are packed and unpacked in their
-kernels instead: other bits, within the same bound. Sums can be added on the way, round a ring,
+On TPUs kernels of one pass do it too, where `kernels.wire_format` has a format for the blocks; and
+gathers, exchanges and permutes of whole tiles are packed and unpacked in their kernels instead:
+other bits, within the same bound. Sums can be added on the way, round a ring,
 along a line or over a torus, with the bytes of a ring: they are rounded at every hop, and a psum is
 one kernel. Whether a wire is used, and in which of these ways, is settled in `wire_choice`, and
 counted (`wire_counts`).
@@ -31,7 +32,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -46,10 +47,13 @@ from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import How
 from pallas_collectives.backends.wire_choice import settled
-from pallas_collectives.backends.wire_ways import Move, gathers_terms
+from pallas_collectives.backends.wire_ways import Move, by_kernels, gathers_terms
 from pallas_collectives.tiles import SUBLANES
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
+
+if TYPE_CHECKING:
+    from pallas_collectives.kernels.wire_format import Format
 
 
 class OnWire:
@@ -205,6 +209,8 @@ def _added(blocks: jax.Array, wire: Wire, move: Move, result: DTypeLike) -> jax.
     """
     if _in_one_pass(blocks, wire, move):
         return _by_kernels(blocks, wire, move, dtype=result, adds=True)
+    if format := by_kernels(blocks.shape, blocks.dtype, wire, move.how.backend):
+        return _by_passes(blocks, format, move, result, adds=True).reshape(blocks.shape[1:])
     values, scales = moved(blocks, wire, move.at_once)
     limit = float(jnp.finfo(blocks.dtype).max)
 
@@ -234,7 +240,24 @@ def _brought(
     if _in_one_pass(blocks, wire, move):
         come = _by_kernels(blocks, wire, move, dtype=dtype, adds=False)
         return come.reshape(-1, *blocks.shape[1:])
+    if format := by_kernels(blocks.shape, blocks.dtype, wire, move.how.backend):
+        come = _by_passes(blocks, format, move, dtype, adds=False)
+        return come.reshape(-1, *blocks.shape[1:])
     return wires.dequantize(*moved(wires.overflown(blocks, dtype), wire, move.at_once), dtype)
+
+
+def _by_passes(
+    blocks: jax.Array, format: "Format", move: Move, dtype: DTypeLike, *, adds: bool
+) -> jax.Array:
+    """The blocks that come, or their sum, by kernels that make the passes before and behind."""
+    from pallas_collectives.kernels import wire_passes  # which other backends do not need
+
+    simulated: Any = {"interpret": move.how.interpret}
+    sent_as = blocks.dtype if adds else dtype
+    come = move.at_once(wire_passes.pack(blocks, format, sent_as, **simulated))
+    if adds:
+        return wire_passes.added(come, format, blocks.dtype, dtype, **simulated)
+    return wire_passes.unpack(come, format, dtype, **simulated)
 
 
 def _by_kernels(

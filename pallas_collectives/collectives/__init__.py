@@ -116,7 +116,7 @@ def all_gather(
         narrow = quantized.checked(wire, wire_backward, order)
         rows: dict[str, Any] = {**options, "axis": 0, "tiled": True, "backend": backend}
         gather = functools.partial(all_gather, axis_name=axis_name, algorithm=algorithm, **rows)
-        return quantized.gathered(given, narrow, gather, axis, tiled)
+        return quantized.gathered(given, narrow, how, gather, axis, tiled)
     return primitives.with_twins(how, lambda x: LAX.all_gather(x, axis_name, **options), given)
 
 
@@ -192,7 +192,7 @@ def all_to_all(
             **rows,
         )
         at = split_axis, concat_axis
-        return quantized.exchanged(given, narrow, move, *at, n, tiled)
+        return quantized.exchanged(given, narrow, how, move, *at, n, tiled)
     return primitives.with_twins(how, lambda x: jax.tree.map(exchange, x), given)
 
 
@@ -323,7 +323,7 @@ def ppermute(
         narrow = quantized.checked(wire, wire_backward)
         options: dict[str, Any] = {"perm": pairs, "backend": backend, "algorithm": algorithm}
         move = functools.partial(ppermute, axis_name=axis_name, **options)
-        return quantized.permuted(given, narrow, move)
+        return quantized.permuted(given, narrow, how, move)
     return primitives.with_twins(how, lambda x: LAX.ppermute(x, axis_name, pairs), given)
 
 
@@ -420,6 +420,10 @@ def pbroadcast(
         return move(how, x)
     given = jax.tree.map(jnp.asarray, quantized.sent(x, wire, axis_name, None, quantized.WHOLE))
     tangents = functools.partial(move, dataclasses.replace(over, wire=None))
-    ways: dict[str, Any] = {"move": functools.partial(move, how), "derivative": tangents}
+    ways: dict[str, Any] = {
+        "how": how,
+        "move": functools.partial(move, how),
+        "derivative": tangents,
+    }
     each = functools.partial(quantized.broadcast, wire=over.wire, **ways)
     return jax.tree.map(each, given)

@@ -85,7 +85,7 @@ def psum_scatter(
     over = axis_name, axis_index_groups, quantized.Groups(scatter_dimension, devices, flat=True)
     given = quantized.sent(x, wire, *over)
     sums = primitives.with_twins(how, lambda x: jax.tree.map(scatter, x), given)
-    return (sums, quantized.residue(x, given, wire, *over)) if return_residue else sums
+    return (sums, quantized.residue(x, given, wire, *over, how)) if return_residue else sums
 
 
 reduce_scatter = psum_scatter
@@ -247,4 +247,4 @@ def _reduce(
     sums = primitives.with_twins(
         how, lambda x: reduce(x, axis_name, axis_index_groups=groups), given
     )
-    return (sums, quantized.residue(x, given, wire, *over)) if return_residue else sums
+    return (sums, quantized.residue(x, given, wire, *over, how)) if return_residue else sums

@@ -19,6 +19,8 @@ from pallas_collectives import _compat, validation, wires
 from pallas_collectives.backends import wire_choice, wired
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
+from pallas_collectives.backends.plans import How
+from pallas_collectives.backends.wire_ways import by_kernels
 from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.validation import AxisName
 from pallas_collectives.validation import Groups as IndexGroups
@@ -119,6 +121,7 @@ def residue(
     axis_name: AxisName,
     index_groups: IndexGroups,
     groups: Groups,
+    how: How,
 ) -> Any:
     """What a device's own arrays lose on their way: x less what arrives of `given`, drawn of x.
 
@@ -138,11 +141,23 @@ def residue(
         wires.check(wire, jnp.asarray(leaf).dtype, "a residue")
         if not are_sent or not groups.send(leaf):
             return _compat.as_varying(jnp.zeros_like(leaf), _compat.varying(leaf))
-        sent_as = functools.partial(wires.as_sent, wire=wire.fixed)
-        arrives = groups.over(sent_as, jnp.asarray(given), wire)
-        return lax.stop_gradient(leaf - arrives)
+        sent_as = functools.partial(_as_sent, wire=wire.fixed, how=how)
+        leaf, given = lax.stop_gradient((jnp.asarray(leaf), jnp.asarray(given)))
+        return leaf - groups.over(sent_as, given, wire)
 
     return jax.tree.map(lost, x, given)
+
+
+def _as_sent(blocks: jax.Array, wire: Wire, how: How) -> jax.Array:
+    """What arrives of blocks, (k, ...): `wires.as_sent`."""
+    format = by_kernels(blocks.shape, blocks.dtype, wire, how.backend)
+    if format is None:
+        return wires.as_sent(blocks, wire)
+    from pallas_collectives.kernels import wire_passes  # which only wires need
+
+    options: dict[str, Any] = {"format": format, "interpret": how.interpret}
+    packed = wire_passes.pack(blocks, dtype=blocks.dtype, **options)
+    return wire_passes.unpack(packed, dtype=blocks.dtype, **options).reshape(blocks.shape)
 
 
 # (values, scales) ---------------------------------------------------------------------------------
@@ -150,11 +165,25 @@ def residue(
 Move = Callable[[jax.Array], jax.Array]
 
 
-def gathered(x: Any, wire: Wire, move: Move, axis: int, tiled: bool) -> Any:
+def _moved(blocks: jax.Array, wire: Wire, how: How, move: Move) -> tuple[jax.Array, jax.Array]:
+    """(k, *block) -> the values and scales of the blocks that have come; without derivatives."""
+    blocks, block = lax.stop_gradient(blocks), blocks.shape[1:]
+    format = by_kernels(blocks.shape, blocks.dtype, wire, how.backend)
+    if format is None or not format.has_values:
+        return wired.moved(blocks, wire, move)
+    from pallas_collectives.kernels import wire_passes  # which only wires need
+
+    come = move(wire_passes.pack(blocks, format, blocks.dtype, interpret=how.interpret))
+    values = wire_passes.values(come, format, interpret=how.interpret)
+    scales = format.scales(come)
+    return values.reshape(-1, *block), scales.reshape(len(come), *block[:-1], -1)
+
+
+def gathered(x: Any, wire: Wire, how: How, move: Move, axis: int, tiled: bool) -> Any:
     """(values, scales) of everyone's x, for each array of a tree; `move` gathers along axis 0."""
 
     def gather(x: jax.Array) -> tuple[jax.Array, ...]:
-        parts = wired.moved(x[None], wire, move)
+        parts = _moved(x[None], wire, how, move)
         along = axis % (x.ndim + (not tiled))
         _check_groups("axis", along, x.ndim + (not tiled), tiled, x.shape[-1], wire)
         if tiled:
@@ -165,7 +194,7 @@ def gathered(x: Any, wire: Wire, move: Move, axis: int, tiled: bool) -> Any:
 
 
 def exchanged(
-    x: Any, wire: Wire, move: Move, split_axis: int, concat_axis: int, n: int, tiled: bool
+    x: Any, wire: Wire, how: How, move: Move, split_axis: int, concat_axis: int, n: int, tiled: bool
 ) -> Any:
     """(values, scales) of the blocks that come; `move` exchanges along axis 0."""
 
@@ -175,7 +204,7 @@ def exchanged(
         if not tiled:
             blocks = jnp.squeeze(blocks, split + 1)
         _check_groups("concat_axis", concat, x.ndim, tiled, blocks.shape[-1], wire)
-        parts = wired.moved(blocks, wire, move)
+        parts = _moved(blocks, wire, how, move)
         if tiled:
             return tuple(side_by_side(part, concat) for part in parts)
         return tuple(jnp.moveaxis(part, 0, concat) for part in parts)
@@ -183,9 +212,9 @@ def exchanged(
     return _each(exchange, x, wire)
 
 
-def permuted(x: Any, wire: Wire, move: Move) -> Any:
+def permuted(x: Any, wire: Wire, how: How, move: Move) -> Any:
     """(values, scales) of what comes; `move` permutes."""
-    return _each(lambda x: tuple(p[0] for p in wired.moved(x[None], wire, move)), x, wire)
+    return _each(lambda x: tuple(p[0] for p in _moved(x[None], wire, how, move)), x, wire)
 
 
 def received(
@@ -208,8 +237,8 @@ def received(
     return _each(receive, operand, wire)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
-def broadcast(x: jax.Array, wire: Wire | None, move: Move, derivative: Move) -> jax.Array:
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3, 4))
+def broadcast(x: jax.Array, wire: Wire | None, how: How, move: Move, derivative: Move) -> jax.Array:
     """What `move`, a broadcast, brings of x over a wire.
 
     `derivative` moves tangents: it is linear, so that its transpose is the sum of cotangents, which
@@ -226,19 +255,20 @@ def broadcast(x: jax.Array, wire: Wire | None, move: Move, derivative: Move) -> 
         return move(x)
     if not wire.scaled:
         return move(x.astype(jnp.bfloat16)).astype(x.dtype)
-    come = wired.moved(rows[None], wire, move)
+    come = _moved(rows[None], wire, how, move)
     return wires.dequantize(*come, x.dtype).reshape(x.shape)
 
 
 @broadcast.defjvp
 def _broadcast_jvp(
     wire: Wire | None,
+    how: How,
     move: Move,
     derivative: Move,
     primals: Sequence[jax.Array],
     tangents: Sequence[jax.Array],
 ) -> Any:
-    return broadcast(primals[0], wire, move, derivative), derivative(tangents[0])
+    return broadcast(primals[0], wire, how, move, derivative), derivative(tangents[0])
 
 
 def checked(wire: WireLike, wire_backward: WireLike, order: str | None = None) -> Wire:

@@ -320,8 +320,8 @@ def results_of(module: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[
     found: list[Any] = []
     function = getattr(module, name)
 
-    def noted(*args: Any) -> Any:
-        found.append(function(*args))
+    def noted(*args: Any, **options: Any) -> Any:
+        found.append(function(*args, **options))
         return found[-1]
 
     monkeypatch.setattr(module, name, noted)

@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
+from jax.interpreters import mlir
 from jax.sharding import PartitionSpec
 
 from pallas_collectives import _compat
@@ -240,6 +241,76 @@ def call_many(
         read = jax.tree.map(functools.partial(sparsecore.table, group.axes, sharing), read)
     results, _ = unchecked(run)(*read, list(operands))
     return tuple(results)
+
+
+def apart(
+    kernel: Callable[..., None],
+    *operands: jax.Array,
+    out_shape: jax.ShapeDtypeStruct,
+    name: str,
+    interpret: Interpret,
+    seconds: float,
+    **options: Any,
+) -> jax.Array:
+    """Runs a kernel of one result and a grid that sends nothing, on each device by itself.
+
+    What simulates DMAs is not needed for it: the interpreter that makes XLA's operations of it is
+    quicker.
+
+    Args:
+      kernel: called with refs to blocks of the operands and of the result, and to scratch.
+      *operands: arrays.
+      out_shape: shape and dtype of the result.
+      name: what profilers show.
+      interpret: as `call_many`'s.
+      seconds: what it takes, for XLA's scheduler, which reckons with HBM's bandwidth.
+      **options: grid, specs, scratch and compiler parameters of `pl.pallas_call`.
+    """
+    as_bytes = int(seconds * chips.current().hbm_bandwidth)
+    compiled = pl.pallas_call(
+        kernel,
+        out_shape=out_shape,
+        name=name,
+        interpret=bool(interpret),
+        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=as_bytes),
+        **options,
+    )
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+    with jax.enable_x64(False):
+        traced = jax.make_jaxpr(unchecked(compiled))(*shapes)
+    _compat.prepare()
+    return _apart_p.bind(*operands, traced=traced)
+
+
+# A kernel apart, in a program of whatever types and under vmap. It has no derivative.
+_apart_p = core.Primitive("kernel_apart")
+
+
+@_apart_p.def_abstract_eval
+def _type_apart(*operands: _compat.Aval, traced: core.ClosedJaxpr) -> _compat.Aval:
+    (made,) = traced.out_avals
+
+    def alike(*xs: jax.Array) -> jax.Array:
+        first = sum(x.reshape(-1)[0].astype(jnp.float32) for x in xs)
+        return jnp.broadcast_to(jnp.asarray(first).astype(made.dtype), made.shape)
+
+    return jax.make_jaxpr(alike)(*operands).out_avals[0]
+
+
+def _lower_apart(ctx: Any, *operands: Any, traced: core.ClosedJaxpr) -> Any:
+    run = mlir.lower_fun(core.jaxpr_as_fun(traced))
+    return run(ctx.replace(avals_in=traced.in_avals, avals_out=traced.out_avals), *operands)
+
+
+def _batch_apart(
+    operands: Sequence[jax.Array], dims: Sequence[int], *, traced: core.ClosedJaxpr
+) -> tuple[jax.Array, int]:
+    (operand,), (dim,) = operands, dims
+    each = functools.partial(_apart_p.bind, traced=traced)
+    return lax.map(each, jnp.moveaxis(operand, dim, 0)), 0
+
+
+_compat.register(_apart_p, lowering=_lower_apart, batch_alone=_batch_apart)
 
 
 def unchecked(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,196 @@
+"""Passes over memory by kernels: the bits of `wires`, in which format, and what they cost."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import harness
+import pallas_collectives as pc
+from pallas_collectives import wires
+from pallas_collectives.backends.plans import How
+from pallas_collectives.kernels import wire_passes
+from pallas_collectives.kernels.wire_format import Format
+from pallas_collectives.lowering import quantized
+from pallas_collectives.wires import Wire
+from wired_calls import run
+
+WIRES = [
+    Wire("int8"),
+    Wire("int8", group=256, scales="power of two"),
+    Wire("int8", group="row"),
+    Wire("float8_e4m3fn"),
+    Wire("float8_e5m2", group="row"),
+    Wire("float8_e4m3fn", group=256),
+]
+SHAPES = [
+    (2, 128, 1024),  # turned, of one step
+    (1, 32, 5120),  # several chunks side by side
+    (2, 3, 32, 1024),  # of three dimensions
+    (3, 8, 4096),  # half a tile of bfloat16
+    (1, 1024, 384),
+    (2, 40, 4096),
+    (2, 131072),
+]
+
+
+def numbers(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Numbers of all sizes, with zeros, largest numbers, inf and NaN."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(shape[0], np.prod(shape[1:])))
+    x *= np.exp(4 * rng.normal(size=x.shape))
+    x[:, :512] = 0
+    x[0, 1100], x[0, 4097], x[-1, 5] = np.nan, -np.inf, -0.0
+    x[0, 8000:8128] = np.sign(x[0, 8000:8128]) * float(jnp.finfo(dtype).max)
+    with np.errstate(over="ignore"):
+        return jnp.asarray(x.astype(np.float32).astype(dtype)).reshape(shape)
+
+
+def on_one(fn: Any, *args: jax.Array, vma: bool = False) -> Any:
+    return jax.tree.map(lambda y: y[0], run(fn, *(x[None] for x in args), n=1, check_vma=vma))
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_the_bits_are_those_of_passes_of_xla(
+    shape: tuple[int, ...], dtype: Any, wire: Wire
+) -> None:
+    x = numbers(shape, dtype)
+    format = Format.of(shape[1:], x.dtype, wire)
+    if format is None:
+        assert shape in ((1, 1024, 384), (2, 131072)), "which have no such groups"
+        return
+    limit = float(jnp.finfo(dtype).max)
+
+    def by_kernels(x: jax.Array) -> Any:
+        packed = wire_passes.pack(x, format, x.dtype, interpret=True)
+        assert packed.nbytes == len(x) * format.nbytes
+        come = wire_passes.unpack(packed, format, x.dtype, interpret=True)
+        total = wire_passes.added(packed, format, x.dtype, jnp.float32, interpret=True)
+        return come.reshape(x.shape), total.reshape(x.shape[1:])
+
+    def by_passes(x: jax.Array) -> Any:
+        flat = x.reshape(len(x), -1, int(wire.group)) if x.ndim == 2 else x
+        values, scales = wires.quantize(flat, wire)
+        terms = [jnp.clip(t, -limit, limit) for t in wires.dequantize(values, scales)]
+        come = wires.dequantize(values, scales, x.dtype)
+        return come.reshape(x.shape), sum(terms[1:], terms[0]).reshape(x.shape[1:])
+
+    for want, got in zip(jax.jit(by_passes)(x), on_one(by_kernels, x), strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(
+            np.asarray(got).view(np.uint8), np.asarray(want).view(np.uint8)
+        )
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize("shape", [(2, 64, 512), (1, 32, 5120), (3, 2, 64, 1024)], ids=str)
+def test_values_and_scales_are_those_of_passes_of_xla(shape: tuple[int, ...], wire: Wire) -> None:
+    x, how = numbers(shape, jnp.bfloat16), How("pallas", interpret=True)
+    got = on_one(lambda x: quantized._moved(x, wire, how, lambda packed: packed), x, vma=True)
+    for a, b in zip(got, jax.jit(functools.partial(wires.quantize, wire=wire))(x), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.tuples(st.integers(1, 3), st.integers(1, 20), st.integers(1, 12)),
+    st.sampled_from(WIRES),
+    st.sampled_from(["bfloat16", "float32"]),
+)
+def test_any_shape(sizes: tuple[int, int, int], wire: Wire, dtype: Any) -> None:
+    """A block has a format of few more bytes than its numbers, or none."""
+    k, rows, columns = sizes
+    shape = (k, 8 * rows, 128 * columns)
+    format = Format.of(shape[1:], dtype, wire)
+    least = wires.packed_bytes(shape[1:], wire)
+    if format is None:
+        assert columns % 4 or rows * columns < 64 or (dtype == "bfloat16" and rows % 2), shape
+        return
+    assert format.nbytes <= max(least, 5 * shape[1] * shape[2] // 4)
+    x, how = numbers((k, max(1 << 14, shape[1] * shape[2])), dtype), How("pallas", interpret=True)
+    x = x[:, : shape[1] * shape[2]].reshape(shape)
+    got = on_one(lambda x: quantized._as_sent(x, wire, how), x, vma=True)
+    np.testing.assert_array_equal(
+        np.asarray(got).view(np.uint8), np.asarray(wires.as_sent(x, wire)).view(np.uint8)
+    )
+
+
+@pytest.mark.parametrize(
+    "shape, dtype, wire",
+    [
+        ((12, 4096), "float32", Wire("int8")),  # no whole tiles
+        ((16, 1000), "float32", Wire("int8")),
+        ((16, 1024), "float16", Wire("int8")),
+        ((8, 512), "bfloat16", Wire("int8")),  # scales would take as much as values
+        ((4096,), "float32", Wire("int8", group="row")),  # one scale for all
+        ((8, 1 << 20), "float32", Wire("int8", group="row")),  # more than VMEM has room for
+        ((0, 1024), "float32", Wire("int8")),
+        ((16, 1024), "float32", Wire("bfloat16")),
+    ],
+)
+def test_what_is_left_to_passes_of_xla(shape: tuple[int, ...], dtype: Any, wire: Wire) -> None:
+    assert Format.of(shape, dtype, wire) is None
+
+
+def test_subnormal_numbers_arrive_or_count_as_zero() -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 64, 512)) * 1e-41, jnp.float32)
+    how = How("pallas", interpret=True)
+    for wire in WIRES:
+        got = on_one(lambda x, wire=wire: quantized._as_sent(x, wire, how), x, vma=True)
+        assert np.abs(np.asarray(got) - np.asarray(x)).max() <= wires.LEAST_SCALE
+
+
+def test_scales_of_other_groups_are_noticed() -> None:
+    """So that the tests above can fail."""
+    x, wire = numbers((2, 128, 1024), "float32"), Wire("int8")
+    format = Format.of(x.shape[1:], x.dtype, wire)
+    assert format
+
+    def program(x: jax.Array) -> Any:
+        packed = wire_passes.pack(x, format, x.dtype, interpret=True)
+        tile = packed[:, -1] if format.tiles % 2 else packed[:, -2]
+        faulty = packed.at[:, -1 if format.tiles % 2 else -2].set(jnp.roll(tile, 1, -1))
+        return [wire_passes.unpack(y, format, x.dtype, interpret=True) for y in (packed, faulty)]
+
+    right, wrong = on_one(program, x)
+    assert (np.asarray(right) != np.asarray(wrong)).any()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("generation", sorted(harness.GENERATIONS))
+def test_whole_programs_compile_for_tpus(generation: str) -> None:
+    """All kernels, of all formats, in a program with a gradient in a scan, and under vmap."""
+    pytest.importorskip("libtpu")
+    on = harness.tpu_mesh(harness.GENERATIONS[generation], {"x": 8})
+    residue: Any = {"wire": "int8", "return_residue": True}
+
+    def program(x: jax.Array) -> Any:
+        def loss(x: jax.Array) -> Any:
+            def turn(x: jax.Array, _: None) -> Any:
+                shared = pc.all_gather(x, "x", tiled=True, wire=Wire("int8", group="row"))
+                return x + pc.psum_scatter(shared * 2, "x", tiled=True, wire="float8_e5m2"), None
+
+            y, _ = jax.lax.scan(jax.checkpoint(turn), x, length=2)
+            return (y.astype(jnp.float32) ** 2).sum()
+
+        each = jax.vmap(lambda x: pc.all_gather(x, "x", wire="int8", dequantize=False))
+        apart = each(x.reshape(2, -1, x.shape[-1]))
+        few = pc.psum(x[:8], "x", wire="int8", algorithm="exchange")
+        return jax.grad(loss)(x), pc.psum(x, "x", **residue), few, apart
+
+    for dtype in ("bfloat16", "float32"):
+        x = jax.ShapeDtypeStruct((1024, 4096), dtype, sharding=jax.NamedSharding(on, P("x")))
+        mapped = jax.shard_map(program, mesh=on, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+        text = jax.jit(mapped).lower(x).compile().as_text()
+        names = set(re.findall(r"(wire_\w+)/pallas_call", text))
+        assert names == {"wire_pack", "wire_unpack", "wire_add", "wire_values"}
