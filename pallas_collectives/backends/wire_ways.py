@@ -293,14 +293,20 @@ def off_in(op: str, n: int, requantizes: bool = False, *, way: str = "") -> str:
 
 
 def by_kernels(
-    blocks: tuple[int, ...], dtype: DType, wire: Wire, backend: str, op: str = ""
+    blocks: tuple[int, ...],
+    dtype: DType,
+    wire: Wire,
+    backend: str,
+    op: str = "",
+    *,
+    values: bool = False,
 ) -> "Format | None":
     """How kernels of our own make the passes; None where XLA does."""
     if backend != "pallas" or op == "ragged_all_to_all":  # whose rows go one by one
         return None
     from pallas_collectives.kernels.wire_format import Format  # which only wires need
 
-    return Format.of(blocks[1:], dtype, wire)
+    return Format.of(blocks[1:], dtype, wire, values=values)
 
 
 def seconds_of_passes(

@@ -2,13 +2,17 @@
 
 Of a block, seen as rows and columns,
 
-    a unit    is 8, 16 or 32 rows, and so many columns that a tile or two of one-byte numbers hold
-              it: those tiles of it that lie side by side come one below another
-    a chunk   is the units of some rows and columns, and behind them a tile of their scales: a lane
-              has those of 8 rows of a group
+    a unit    is 128 rows and as many columns as a group has. It is turned: what was a row is a
+              column of 128 bytes or 256, so that neither the largest number of a group nor its
+              scale takes a step along lanes. Groups that are rows, and blocks of other sizes, have
+              units of 8, 16 or 32 rows that are not turned; their tiles, of 128 columns, come one
+              below another
+    a chunk   is the units of some rows and columns, and behind them a tile of their scales: a row
+              has those of a unit that is turned; else a lane has those of 8 rows of a group
     a step    is some chunks: what a grid reads and writes at a time
 
-so that scales are a 33rd of a chunk that fills its tile of them.
+so that scales are a 33rd of a chunk that fills its tile of them. Where groups are a tile's width a
+block is seen as its tiles, one below another, as it lies in memory.
 """
 
 import functools
@@ -22,6 +26,7 @@ from jax.experimental import pallas as pl
 
 from pallas_collectives import wires
 from pallas_collectives.annotations import DTypeLike, Index, Number, span
+from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.tiles import LANES, SUBLANES
 from pallas_collectives.topology import chips
 from pallas_collectives.wires import Wire
@@ -40,6 +45,7 @@ class Format(NamedTuple):
       unit: rows and columns of a unit.
       chunk: rows and columns of a chunk.
       step: rows and columns of a step: some chunks along one of them.
+      view: how a block of the caller's is seen so; None for a reshape.
     """
 
     wire: Wire
@@ -47,18 +53,29 @@ class Format(NamedTuple):
     unit: tuple[int, int]
     chunk: tuple[int, int]
     step: tuple[int, int]
+    view: View | None = None
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], dtype: DTypeLike, wire: Wire) -> "Format | None":
-        """The format of blocks of a shape and dtype; None where kernels do not serve them."""
+    def of(
+        cls, shape: tuple[int, ...], dtype: DTypeLike, wire: Wire, *, values: bool = False
+    ) -> "Format | None":
+        """The format of blocks of a shape and dtype; None where kernels do not serve them.
+
+        values: whether `wire_passes.values` is asked for, of whole tiles of one-byte numbers.
+        """
         if not wire.scaled or jnp.dtype(dtype).name == "float16" or not math.prod(shape):
             return None
-        return _format(wire.fixed, tuple(shape), jnp.dtype(dtype).itemsize)
+        return _format(wire.fixed, tuple(shape), jnp.dtype(dtype).itemsize, values)
 
     @property
     def parts(self) -> int:
         """Tiles along a group; 0 for groups that are rows."""
         return self.wire.group // LANES if isinstance(self.wire.group, int) else 0
+
+    @property
+    def turned(self) -> bool:
+        """Whether units are."""
+        return self.unit[0] == LANES
 
     @property
     def across(self) -> int:
@@ -96,13 +113,20 @@ class Format(NamedTuple):
         """Steps of a block along rows and columns."""
         return self.block[0] // self.step[0], self.block[1] // self.step[1]
 
-    @property
-    def has_values(self) -> bool:
-        """Whether kernels can write a unit's values as they are: it has whole tiles of them."""
-        return self.unit[0] == _HEIGHTS[0]
+    def seen(self, blocks: jax.Array) -> jax.Array:
+        """Blocks of the caller's, (k, ...), as rows and columns."""
+        if self.view is None:
+            return blocks.reshape(-1, *self.block)
+        return self.view.into(blocks.reshape(-1, self.view.shape[-1]), (len(blocks),))
+
+    def unseen(self, blocks: jax.Array) -> jax.Array:
+        """The inverse, in two dimensions."""
+        if self.view is None:
+            return blocks.reshape(-1, self.block[1])
+        return self.view.out_of(blocks, (len(blocks),))
 
     def scales(self, come: jax.Array) -> jax.Array:
-        """The scales of blocks that have come, (n, rows, groups)."""
+        """The scales of blocks that have come beside `values`, (n, rows, groups)."""
         (high, wide), (down, along) = self.unit, self.grid
         more = (self.chunks, 1) if self.step[1] == self.chunk[1] else (1, self.chunks)
         steps = come.reshape(len(come), -1, LANES)[
@@ -134,15 +158,20 @@ class Format(NamedTuple):
         """What `pack` takes for so many blocks on the chip here.
 
         The operations of a number are fitted to the loops that the compiler makes of these kernels,
-        and 0 to 35% more.
+        to a tenth, or up to a third more.
         """
         _, narrow = chips.current().narrowed[self.wire.dtype]
-        return self._seconds(blocks, itemsize, 23 + narrow + (20 if self.parts == 1 else 0))
+        return self._seconds(blocks, itemsize, narrow + self._operations(itemsize, 12, 23, 20))
 
     def seconds_to_unpack(self, blocks: int, itemsize: int) -> float:
         """As `seconds_to_pack`; `added` takes as long."""
         widen, _ = chips.current().narrowed[self.wire.dtype]
-        return self._seconds(blocks, itemsize, 11 + widen + (12 if self.parts == 1 else 0))
+        return self._seconds(blocks, itemsize, widen + self._operations(itemsize, 4.5, 11, 12))
+
+    def _operations(self, itemsize: int, turned: float, else_: float, along_lanes: float) -> float:
+        if self.turned:
+            return turned + chips.current().turned[itemsize > 2]
+        return else_ + (along_lanes if self.parts == 1 else 0)
 
     def _seconds(self, blocks: int, itemsize: int, operations: float) -> float:
         chip, numbers = chips.current(), blocks * math.prod(self.block)
@@ -152,7 +181,7 @@ class Format(NamedTuple):
 
 
 @functools.cache
-def _format(wire: Wire, shape: tuple[int, ...], itemsize: int) -> Format | None:
+def _format(wire: Wire, shape: tuple[int, ...], itemsize: int, values: bool) -> Format | None:
     by_rows = wire.group == "row"
     group = LANES if by_rows else int(wire.group)
     if len(shape) == 1 and not by_rows:
@@ -160,20 +189,37 @@ def _format(wire: Wire, shape: tuple[int, ...], itemsize: int) -> Format | None:
     rows, columns = math.prod(shape[:-1]), shape[-1]
     if rows % SUBLANES or shape[-2] % SUBLANES:
         return None
-    units = ((high, max(4 * _TILE // high, group)) for high in _HEIGHTS)
-    unit = next((u for u in units if rows % u[0] == columns % u[1] == 0), None)
-    if unit is None:
-        return None
-    high, wide = unit
+    view = None if by_rows or values or group > LANES else View.of_lanes((rows, columns), 0)
+    seen = view.block if view else (rows, columns)
+    if not by_rows and not values and seen[0] % LANES == seen[1] % group == 0:
+        found = _cut(wire, (seen[0], seen[1]), (LANES, group), itemsize)
+        found = found and found._replace(view=view)
+    else:
+        units = ((high, max(4 * _TILE // high, group)) for high in _HEIGHTS[: 1 if values else 3])
+        unit = next((u for u in units if rows % u[0] == columns % u[1] == 0), None)
+        found = unit and _cut(wire, (rows, columns), unit, itemsize)
+    most = max(wires.packed_bytes(shape, wire), 5 * rows * columns // 4)
+    return found if found and found.nbytes <= most else None
+
+
+def _cut(wire: Wire, block: tuple[int, int], unit: tuple[int, int], itemsize: int) -> Format | None:
+    """A block in chunks and steps: the largest that fit; None where not even a unit does."""
+    (rows, columns), (high, wide) = block, unit
+    by_rows, turned = wire.group == "row", high == LANES
     # Else a unit is half a tile as it lies, and begins a step: rows within one begin at whole ones.
     down = _divisors(rows // high) if high * itemsize >= 4 * SUBLANES else [1]
     along = [columns // wide] if by_rows else _divisors(columns // wide)
-    lane = SUBLANES * (columns if by_rows else group)  # numbers whose scales one has
+    # Numbers whose scales a tile holds: of a row of it, or of a lane.
+    scaled = (
+        SUBLANES * high * wide
+        if turned
+        else LANES * SUBLANES * (columns if by_rows else int(wire.group))
+    )
     able = [
         (r * high, c * wide)
         for r in down
         for c in along
-        if r * c * high * wide <= min(_MOST, LANES * lane)
+        if r * c * high * wide <= min(_MOST, scaled)
     ]
     if not able:
         return None
@@ -183,9 +229,7 @@ def _format(wire: Wire, shape: tuple[int, ...], itemsize: int) -> Format | None:
         step = chunk[0], chunk[1] * _divisors(columns // chunk[1], more)[-1]
     else:
         step = chunk[0] * _divisors(rows // chunk[0] if len(down) > 1 else 1, more)[-1], columns
-    found = Format(wire, (rows, columns), unit, chunk, step)
-    least = wires.packed_bytes(shape, wire)
-    return found if found.nbytes <= max(least, 5 * rows * columns // 4) else None
+    return Format(wire, block, unit, chunk, step)
 
 
 def _divisors(n: int, most: int | None = None) -> list[int]:
@@ -212,6 +256,11 @@ class Place(NamedTuple):
     def packed(self, number: Number) -> Index:
         """The rows of a unit's values."""
         return self._rows(number * self.format.unit_rows, self.format.unit_rows)
+
+    def in_step(self, number: Number) -> Index:
+        """The rows of a unit's numbers where all of a step are in the order of the wire."""
+        each = math.prod(self.format.unit) // LANES
+        return _at((self.chunk * self.format.units + number) * each, each)
 
     @property
     def scales(self) -> Index:

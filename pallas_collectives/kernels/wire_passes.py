@@ -14,6 +14,7 @@ kernels do not know.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import wires
-from pallas_collectives.annotations import DTypeLike, Index, Interpret, Number, Ref
+from pallas_collectives.annotations import DTypeLike, Interpret, Number, Ref
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.wire_format import Format, Place
 from pallas_collectives.tiles import LANES, SUBLANES
@@ -42,7 +43,7 @@ def pack(blocks: jax.Array, format: Format, dtype: DTypeLike, *, interpret: Inte
     k = len(blocks)
     packed = launch.apart(
         functools.partial(_pack_kernel, format=format, dtype=dtype),
-        blocks.reshape(k, *format.block),
+        format.seen(blocks),
         grid=(k, *format.grid),
         in_specs=[_numbers(format)],
         out_specs=_packed(format),
@@ -56,9 +57,9 @@ def pack(blocks: jax.Array, format: Format, dtype: DTypeLike, *, interpret: Inte
 
 
 def unpack(come: jax.Array, format: Format, dtype: DTypeLike, *, interpret: Interpret) -> jax.Array:
-    """(n, rows, columns) in a dtype: the blocks that have come."""
+    """(n * rows, columns) in a dtype: the blocks that have come."""
     n = len(come)
-    return launch.apart(
+    numbers = launch.apart(
         functools.partial(_unpack_kernel, format=format),
         come.reshape(n, -1, LANES),
         grid=(n, *format.grid),
@@ -70,6 +71,7 @@ def unpack(come: jax.Array, format: Format, dtype: DTypeLike, *, interpret: Inte
         seconds=format.seconds_to_unpack(n, jnp.dtype(dtype).itemsize),
         interpret=interpret,
     )
+    return format.unseen(numbers)
 
 
 def values(come: jax.Array, format: Format, *, interpret: Interpret) -> jax.Array:
@@ -97,20 +99,21 @@ def added(
     terms: the dtype of the terms, none of which has a larger number.
     """
     n, along = len(come), format.grid[1]
-    rows = format.chunks * format.chunk_rows
-    return launch.apart(
+    rows, numbers = format.chunks * format.chunk_rows, math.prod(format.step)
+    total = launch.apart(
         functools.partial(_add_kernel, format=format, terms=terms),
         come.reshape(n, -1, LANES),
         grid=(*format.grid, n),
         in_specs=[pl.BlockSpec((None, rows, LANES), lambda r, c, b: (b, r * along + c, 0))],
         out_specs=pl.BlockSpec(format.step, lambda r, c, b: (r, c)),
         out_shape=jax.ShapeDtypeStruct(format.block, dtype),
-        scratch_shapes=[pltpu.VMEM(format.step, jnp.float32)],
+        scratch_shapes=[pltpu.VMEM((numbers // LANES, LANES), jnp.float32)],
         compiler_params=_parallel(2),
         name="wire_add",
         seconds=format.seconds_to_unpack(n, jnp.dtype(dtype).itemsize),
         interpret=interpret,
     )
+    return format.unseen(total[None])
 
 
 def _parallel(dimensions: int) -> pltpu.CompilerParams:
@@ -132,28 +135,46 @@ def _packed(format: Format) -> pl.BlockSpec:
 
 
 def _pack_kernel(numbers_ref: Ref, packed_ref: Ref, format: Format, dtype: DTypeLike) -> None:
-    def read(at: tuple[Index, Index]) -> list[jax.Array]:
-        numbers = wires.overflown(numbers_ref[at], dtype).astype(jnp.float32)
-        return [numbers[:, k : k + LANES] for k in range(0, numbers.shape[1], LANES)]
+    def read(place: Place, unit: Number) -> jax.Array:
+        """In the order of the wire: (numbers / 128, 128)."""
+        numbers = numbers_ref[place.unit(unit)]
+        ordered = numbers.T if format.turned else jnp.concatenate(_tiles(numbers, 1), 0)
+        return wires.overflown(ordered, dtype).astype(jnp.float32)
+
+    def write(place: Place, unit: Number, numbers: jax.Array, inverses: jax.Array) -> None:
+        values = wires.rounded(numbers, inverses, format.wire)
+        packed_ref[place.packed(unit)] = pltpu.bitcast(values, jnp.int32)
+
+    def of_turned(place: Place) -> jax.Array:
+        rows = [jnp.zeros((1, LANES), jnp.float32)] * SUBLANES
+        for unit in range(format.units):
+            numbers = read(place, unit)
+            bits = jnp.max(wires.magnitudes(numbers), axis=0, keepdims=True)
+            rows[unit] = wires.scales_of(lax.bitcast_convert_type(bits, jnp.float32), format.wire)
+            write(place, unit, numbers, wires.inverse(rows[unit]))
+        return jnp.concatenate(rows, 0)
+
+    def of_others(place: Place) -> jax.Array:
+        scales = wires.scales_of(_largest(place, read), format.wire)
+
+        def one(unit: Number, inverses: jax.Array) -> None:
+            write(place, unit, read(place, unit), inverses)
+
+        _each_unit(wires.inverse(scales), format, one)
+        return scales
 
     def chunk(number: Number, _: None) -> None:
         place = Place(format, number)
-        scales = wires.scales_of(_largest(place, read), format.wire)
+        scales = of_turned(place) if format.turned else of_others(place)
         packed_ref[place.scales] = lax.bitcast_convert_type(scales, jnp.int32)
-
-        def one(unit: Number, inverses: jax.Array) -> None:
-            numbers = jnp.concatenate(read(place.unit(unit)), 0)
-            values = wires.rounded(numbers, inverses, format.wire)
-            packed_ref[place.packed(unit)] = pltpu.bitcast(values, jnp.int32)
-
-        _each_unit(wires.inverse(scales), format, one)
 
     lax.fori_loop(0, format.chunks, chunk, None)
 
 
 def _unpack_kernel(packed_ref: Ref, out_ref: Ref, format: Format) -> None:
-    def take(at: tuple[Index, Index], numbers: jax.Array) -> None:
-        out_ref[at] = wires.saturated(numbers, out_ref.dtype)
+    def take(place: Place, unit: Number, numbers: jax.Array) -> None:
+        arrived = wires.saturated(numbers, out_ref.dtype)
+        out_ref[place.unit(unit)] = _in_block(arrived, format)
 
     _each_read(packed_ref, format, take)
 
@@ -164,7 +185,7 @@ def _values_kernel(packed_ref: Ref, out_ref: Ref, format: Format) -> None:
 
         def one(unit: Number, _: None) -> None:
             stacked = pltpu.bitcast(packed_ref[place.packed(unit)], jnp.dtype(format.wire.dtype))
-            out_ref[place.unit(unit)] = _beside(stacked, format)
+            out_ref[place.unit(unit)] = _in_block(stacked, format)
 
         lax.fori_loop(0, format.units, one, None, unroll=_together(format.units))
 
@@ -174,24 +195,33 @@ def _values_kernel(packed_ref: Ref, out_ref: Ref, format: Format) -> None:
 def _add_kernel(
     packed_ref: Ref,
     out_ref: Ref,
-    total_ref: Ref,  # float32, as the step's numbers: the sum so far
+    total_ref: Ref,  # float32 (numbers / 128, 128), in the order of the wire: the sum so far
     format: Format,
     terms: DTypeLike,
 ) -> None:
     number = pl.program_id(2)
 
-    def take(at: tuple[Index, Index], numbers: jax.Array) -> None:
-        term = wires.saturated(numbers, terms, jnp.float32)
+    def take(place: Place, unit: Number, numbers: jax.Array) -> None:
+        term, at = wires.saturated(numbers, terms, jnp.float32), place.in_step(unit)
         total_ref[at] = jnp.where(number == 0, term, total_ref[at] + term)
 
     _each_read(packed_ref, format, take)
 
     @pl.when(number == pl.num_programs(2) - 1)
     def _() -> None:
-        out_ref[...] = total_ref[...].astype(out_ref.dtype)
+        def chunk(number: Number, _: None) -> None:
+            place = Place(format, number)
+
+            def one(unit: Number, _: None) -> None:
+                total = total_ref[place.in_step(unit)].astype(out_ref.dtype)
+                out_ref[place.unit(unit)] = _in_block(total, format)
+
+            lax.fori_loop(0, format.units, one, None, unroll=_together(format.units))
+
+        lax.fori_loop(0, format.chunks, chunk, None)
 
 
-def _largest(place: Place, read: Callable[[tuple[Index, Index]], list[jax.Array]]) -> jax.Array:
+def _largest(place: Place, read: Callable[[Place, Number], jax.Array]) -> jax.Array:
     """The largest magnitudes of a chunk's groups, where their scales are to be."""
     format = place.format
     lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
@@ -204,14 +234,14 @@ def _largest(place: Place, read: Callable[[tuple[Index, Index]], list[jax.Array]
         return found
 
     def of_groups(unit: Number, found: jax.Array) -> jax.Array:
-        tiles = read(place.unit(unit))
+        tiles = _tiles(read(place, unit), 0, format.unit[0])
         groups = (tiles[k : k + format.parts] for k in range(0, len(tiles), format.parts))
         return put(found, jnp.concatenate([*map(_most, groups)], 0), unit * format.lanes)
 
     def of_rows(row: Number, found: jax.Array) -> jax.Array:
         def most(column: Number, so_far: jax.Array) -> jax.Array:
-            tiles = read(place.unit(row * format.across + column))
-            return jnp.maximum(so_far, _most(tiles))
+            numbers = read(place, row * format.across + column)
+            return jnp.maximum(so_far, _most(_tiles(numbers, 0, format.unit[0])))
 
         bits = jnp.zeros((format.unit[0], LANES), jnp.int32)
         bits = lax.fori_loop(0, format.across, most, bits, unroll=_together(format.across))
@@ -227,10 +257,22 @@ def _most(tiles: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.maximum, map(wires.magnitudes, tiles))
 
 
+def _tiles(numbers: jax.Array, axis: int, each: int = LANES) -> list[jax.Array]:
+    """Parts of so many rows or columns."""
+    return jnp.split(numbers, numbers.shape[axis] // each, axis)
+
+
+def _in_block(numbers: jax.Array, format: Format) -> jax.Array:
+    """A unit in the order of the wire, as it is in its block."""
+    if format.turned:
+        return numbers.T
+    return jnp.concatenate(_tiles(numbers, 0, format.unit[0]), 1)
+
+
 def _each_read(
-    packed_ref: Ref, format: Format, take: Callable[[tuple[Index, Index], jax.Array], None]
+    packed_ref: Ref, format: Format, take: Callable[[Place, Number, jax.Array], None]
 ) -> None:
-    """Calls take(at, numbers), in float32, of each unit of a step."""
+    """Calls take(place, unit, numbers) of each unit of a step: float32, in the wire's order."""
 
     def chunk(number: Number, _: None) -> None:
         place = Place(format, number)
@@ -238,24 +280,21 @@ def _each_read(
 
         def one(unit: Number, scales: jax.Array) -> None:
             values = pltpu.bitcast(packed_ref[place.packed(unit)], jnp.dtype(format.wire.dtype))
-            stacked = values.astype(jnp.float32) * scales
-            take(place.unit(unit), _beside(stacked, format))
+            take(place, unit, values.astype(jnp.float32) * scales)
 
         _each_unit(scales, format, one)
 
     lax.fori_loop(0, format.chunks, chunk, None)
 
 
-def _beside(stacked: jax.Array, format: Format) -> jax.Array:
-    """A unit whose tiles are one below another, as it is in its block."""
-    high = format.unit[0]
-    return jnp.concatenate([stacked[k : k + high] for k in range(0, len(stacked), high)], 1)
-
-
 def _each_unit(
     scales: jax.Array, format: Format, take: Callable[[Number, jax.Array], None]
 ) -> None:
-    """Calls take(number, scales) of each unit of a chunk: (rows, 1) of its rows, tiles stacked."""
+    """Calls take(number, scales) of each unit of a chunk: (1, 128) or (rows, 1) of its numbers."""
+    if format.turned:
+        for unit in range(format.units):
+            take(unit, scales[unit : unit + 1])
+        return
     lanes = format.unit[0] // SUBLANES  # of a tile's rows
 
     def of(first: Number, count: int) -> list[jax.Array]:

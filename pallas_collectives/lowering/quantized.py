@@ -168,8 +168,8 @@ Move = Callable[[jax.Array], jax.Array]
 def _moved(blocks: jax.Array, wire: Wire, how: How, move: Move) -> tuple[jax.Array, jax.Array]:
     """(k, *block) -> the values and scales of the blocks that have come; without derivatives."""
     blocks, block = lax.stop_gradient(blocks), blocks.shape[1:]
-    format = by_kernels(blocks.shape, blocks.dtype, wire, how.backend)
-    if format is None or not format.has_values:
+    format = by_kernels(blocks.shape, blocks.dtype, wire, how.backend, values=True)
+    if format is None:
         return wired.moved(blocks, wire, move)
     from pallas_collectives.kernels import wire_passes  # which only wires need
 
