@@ -53,7 +53,7 @@ class SliceError(CollectiveError):
 
 
 class SlowerError(CollectiveError):
-    """A collective that lax does faster, by a measured table (see `tuning.choice`)."""
+    """A collective that lax does faster: by a measured table (`tuning.choice`), or as it lies."""
 
 
 class WireError(CollectiveError):

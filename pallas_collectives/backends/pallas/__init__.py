@@ -21,7 +21,7 @@ from pallas_collectives.backends.pallas.reductions import (
 from pallas_collectives.backends.plans import How, KernelPlan
 from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels.machinery import spaces
-from pallas_collectives.kernels.machinery.blocks import block_shape, sliceable, whole_shape
+from pallas_collectives.kernels.machinery.blocks import LANES, block_shape, sliceable, whole_shape
 from pallas_collectives.kernels.torus import shares
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
@@ -69,6 +69,9 @@ def all_to_all(
     splits, joins = (
         sliceable(block[axis], axis, packed.ndim, packed.dtype) for axis in (split, concat)
     )
+    # What must be moved XLA moves too, but of rows of whole lanes no more than is needed.
+    in_place = (splits and joins) or x.shape[-1] % LANES == 0
+    packing.check_in_place("all_to_all", x, how, in_place)
     if splits and joins:
         operand, split_at, concat_at = packed, split, concat
     elif splits:

@@ -11,10 +11,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from pallas_collectives.backends import counters
+from pallas_collectives.backends.plans import How
+from pallas_collectives.errors import SlowerError
 from pallas_collectives.kernels.machinery.blocks import LANES
+
+# Smaller operands may be padded in any step; and so may a bundle of sums (`lowering.bundles`).
+_SMALL, _BUNDLE = 64 << 10, 1 << 20
 
 # One-byte floats that the TPU compiler takes for no kernel's operand.
 _UNTAKEN = ("float8_e3m4", "float8_e4m3", "float8_e4m3fnuz", "float8_e5m2fnuz")
+
+
+def check_in_place(op: str, x: jax.Array, how: How, in_place: bool) -> None:
+    """Leaves what kernels cannot read as it lies to lax, which can, where a step matters.
+
+    By `step` for v5e:4x4, us: a `psum` of (1000, 1000) bfloat16 112 by lax and 300 by a kernel, a
+    `psum_scatter` of (4000, 1000) 212 and 356, an `all_to_all` of heads of 80 410 and 719.
+
+    Raises:
+      SlowerError: so it is.
+    """
+    if in_place or not how.beside or x.nbytes <= (_BUNDLE if x.ndim < 2 else _SMALL):
+        return
+    raise SlowerError(
+        f"{counters.lax_name(op)} of {x.dtype}{list(x.shape)}",
+        "kernels take whole tiles, and XLA would pad or move it before and behind them",
+        "make blocks multiples of 128 columns and, of two bytes, of 16 rows",
+    )
 
 
 def pack(x: jax.Array) -> tuple[jax.Array, int]:

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_collectives import wires
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
+from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.plans import How, KernelPlan
 from pallas_collectives.errors import DtypeError
 from pallas_collectives.kernels.machinery.blocks import LANES, block_shape, sliceable, sublanes
@@ -35,6 +36,7 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     shape = list(x.shape)
     shape[axis] //= group.size
     aligned = _whole_tiles(tuple(shape), axis, wire.dtype)
+    packing.check_in_place("reduce_scatter", x, how, aligned)
     if not aligned:
         split = wire.reshape(*x.shape[:axis], group.size, shape[axis], *x.shape[axis + 1 :])
         wire = _rows(jnp.moveaxis(split, axis, 0).reshape(group.size, -1))
@@ -109,6 +111,7 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     group = placement.arranged(group)
     wire = x.astype(wire_dtype(x.dtype, op, how.precise))
     blocks = _in_blocks(wire, group.size)
+    packing.check_in_place("all_reduce", x, how, blocks.size == x.size)
     cuts = shares.cuts(blocks.shape[1:], 0, blocks.dtype)
     plan = algorithms.choose("all_reduce", how, wire, group, cuts)
     blocks = _in_blocks(wire, 1) if plan.record.takes_whole else blocks
@@ -147,30 +150,63 @@ def _whole_tiles(shape: tuple[int, ...], axis: int, dtype: DType) -> bool:
 
 def _in_blocks(x: jax.Array, n: int) -> jax.Array:
     """x as (n, rows, columns) of whole tiles: as it lies where possible, else padded with zeros."""
-    if x.ndim >= 2:
-        rows, columns = math.prod(x.shape[:-1]), x.shape[-1]
-        whole = sublanes(x.dtype)
-        if x.shape[-2] % whole == 0 and rows % (n * whole) == 0 and columns % LANES == 0:
-            return x.reshape(n, rows // n, columns)
-    return _rows(x.reshape(1, -1), pieces=n).reshape(n, -1, LANES)
+    shape = _padded_as_it_lies(x.shape, n, x.dtype)
+    if shape is None:
+        return _rows(x.reshape(1, -1), pieces=n).reshape(n, -1, LANES)
+    *_, rows, columns = x.shape
+    apart = x.reshape(-1, rows, columns)
+    if (each := -rows % sublanes(x.dtype)) and len(apart) > 1:
+        apart = jnp.pad(apart, ((0, 0), (0, each), (0, 0)))
+    whole = apart.reshape(-1, columns)
+    padding = (0, math.prod(shape[:-1]) - len(whole)), (0, shape[-1] - columns)
+    return jnp.pad(whole, padding).reshape(shape)
 
 
-def _rows(x: jax.Array, pieces: int = 1) -> jax.Array:
-    """(k, elements) as (k, rows, 128), padded with zeros to `pieces` times whole tiles.
+def _padded_as_it_lies(shape: tuple[int, ...], n: int, dtype: DType) -> tuple[int, ...] | None:
+    """The (n, rows, columns) of whole tiles that an operand is padded to.
+
+    XLA pads rows and columns where it makes them, while to flatten them it moves every number: a
+    sum of 50257 rows of 768 bfloat16 took 8.2 ms on v5e in place of 3.7. None where padding would
+    be more than an eighth: what is flattened has less.
+    """
+    if len(shape) < 2 or not math.prod(shape):
+        return None
+    *lead, rows, columns = shape
+    if math.prod(lead) > 1:
+        rows += -rows % sublanes(dtype)
+    rows, columns = math.prod(lead) * rows, columns + -columns % LANES
+    if rows % (n * sublanes(dtype)):
+        rows = _whole_rows(rows, n, dtype)
+    return (n, rows // n, columns) if 8 * rows * columns <= 9 * math.prod(shape) else None
+
+
+def _whole_rows(rows: int, pieces: int, dtype: DType) -> int:
+    """Rows padded to `pieces` times whole tiles.
 
     The number of tiles is one that a power of two divides, if that adds a 32nd at most: a kernel
     cuts pieces evenly, into chunks and into what it adds at a time, and cannot cut a prime number.
     """
-    tile = LANES * sublanes(x.dtype) * pieces
-    quantum = tile * max(1, pl.next_power_of_2(x.shape[1] // (32 * tile) + 1) // 2)
-    padded = jnp.pad(x, ((0, 0), (0, -x.shape[1] % quantum)))
+    tile = sublanes(dtype) * pieces
+    return rows + -rows % (tile * max(1, pl.next_power_of_2(rows // (32 * tile) + 1) // 2))
+
+
+def _rows(x: jax.Array, pieces: int = 1) -> jax.Array:
+    """(k, elements) as (k, rows, 128), padded with zeros to `pieces` times whole tiles."""
+    rows = _whole_rows(-(-x.shape[1] // LANES), pieces, x.dtype)
+    padded = jnp.pad(x, ((0, 0), (0, rows * LANES - x.shape[1])))
     return padded.reshape(x.shape[0], -1, LANES)
 
 
 def _unrows(y: jax.Array, shape: tuple[int, ...], plan: KernelPlan) -> jax.Array:
     """The inverse of `_in_blocks` and, for k = 1, of `_rows`: a sum as its operand was."""
     size = math.prod(shape)
-    total = y.reshape(shape) if y.size == size else y.reshape(-1)[:size].reshape(shape)
+    if y.size != size and y.shape == _padded_as_it_lies(shape, len(y), y.dtype):
+        *_, rows, columns = shape
+        each = rows + -rows % sublanes(y.dtype)
+        apart = y.reshape(-1, y.shape[-1])[: size // columns // rows * each, :columns]
+        total = apart.reshape(-1, each, columns)[:, :rows].reshape(shape)
+    else:
+        total = y.reshape(-1)[:size].reshape(shape)
     if plan.on_sparsecore:  # behind it XLA moves what runs beside it, and over no barrier
         return total
     # XLA would move a scale of the sum to before the reshape: a pass over memory of its own, where
