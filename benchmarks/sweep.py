@@ -190,7 +190,7 @@ def _over_wires(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> 
     tasks = wired_rows.plan(wanted)
     each, done = 1 + len(wanted.wires), kept.kept("wires")
     title = (
-        "Over narrower wires. On pods: modelled, kernels by replay, XLA's passes at HBM's rate.\n"
+        "Over narrower wires. On pods: modelled, kernels by replay, XLA's passes by its cycles.\n"
         "% off: the largest error of any number, in percent of the result's largest."
     )
     rows = wired_rows.rows(tasks[done // each :], wanted, mesh)

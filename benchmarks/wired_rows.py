@@ -1,8 +1,8 @@
 """Time beside error over narrower wires: `python -m benchmarks --wire=int8,float8_e4m3fn`.
 
 Each collective runs without a wire and over each one, on the devices there are, and on modelled
-pods. A modelled time is that of the kernels by the replay, and of XLA's passes before and behind at
-HBM's rate. Errors are the largest of any number, in percent of the largest number of the result.
+pods. A modelled time is that of the kernels by the replay, and of XLA's passes before and behind by
+its cycles. Errors are the largest of any number, in percent of the largest number of the result.
 On devices they are those of the results; for pods those of as many terms of normal numbers.
 """
 

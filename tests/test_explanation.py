@@ -118,7 +118,7 @@ def test_explain_takes_bytes_to_be_of_the_dtype(dtype: str, rows: int) -> None:
     how: Any = {"dtype": dtype, "devices": 8, "chip": "v5p", "wire": "int8"}
     by_bytes = pc.explain("psum", nbytes=1 << 20, **how)
     assert str(by_bytes) == str(pc.explain("psum", shape=(rows, 128), **how))
-    assert str(540672 if dtype == "bfloat16" else 278528) in str(by_bytes)
+    assert str(540672 if dtype == "bfloat16" else 270336) in str(by_bytes)
 
 
 def test_explain_builds_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

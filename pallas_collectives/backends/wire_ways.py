@@ -66,10 +66,10 @@ class Way(NamedTuple):
     """One way of a collective over a wire.
 
     Attributes:
-      algorithm: the one that packs, or `EXCHANGE`, or `GATHER`; "" where passes of XLA do.
+      algorithm: the one that packs, or `EXCHANGE`, or `GATHER`; "" where passes do.
       sent: bytes of the operand as they travel, scales and padding included.
       passes_us: what XLA's passes take before and behind.
-      us: predicted time, these included; None where no table tells.
+      us: predicted time, all passes included; None where no table tells.
     """
 
     algorithm: str
@@ -121,7 +121,7 @@ def _moved(
     group: Group,
     how: How,
 ) -> Way:
-    """That of a name by passes of XLA around collectives of what is packed."""
+    """That of a name by passes around collectives of what is packed."""
     n = group.size
     record = catalogue.COLLECTIVES[op]
     steps: tuple[str, ...] = (op,)
@@ -130,12 +130,12 @@ def _moved(
         steps, part = ("all_gather",), sent
     elif name:
         steps, part = record.ordered_steps, sent // n
-    wire, seconds = how.wire, seconds_to_cast(op, x.nbytes, n)
+    wire, seconds, format = how.wire, seconds_to_cast(op, x.nbytes, n), None
     if wire is not None and wire.scaled:
         format = by_kernels(blocks, x.dtype, wire, how.backend, op)
         seconds = seconds_of_passes(op, x, blocks, n, name, format)
     us = _in_all([_least(step, part, group) for step in steps], 1e6 * seconds, how.backend)
-    return Way(name, sent, 1e6 * seconds, us)
+    return Way(name, sent, 0.0 if format else 1e6 * seconds, us)
 
 
 def _packed_sums(
@@ -238,7 +238,7 @@ def plain_us(op: str, nbytes: int, group: Group, how: How) -> float | None:
 
 
 def _in_all(steps: list[float | None], passes_us: float, backend: str) -> float | None:
-    """Microseconds of successive steps and XLA's passes; None where no table tells."""
+    """Microseconds of successive steps and of passes; None where no table tells."""
     if backend != "pallas" or None in steps:
         return None
     return sum(filter(None, steps)) + passes_us
@@ -262,7 +262,7 @@ def told(op: str, way: Way, taken: Way, wire: Wire, n: int, nbytes: int) -> Cand
         gathers = way.algorithm == GATHER
         why = "other backends have other bits" if gathers else "no table has the first way"
         said = f"{said}; taken by name alone: {why}"
-    return Candidate(way.algorithm or "passes of XLA", way.us, None, said)
+    return Candidate(way.algorithm or "passes", way.us, None, said)
 
 
 def gathers_terms(n: int, way: str = "") -> bool:

@@ -320,7 +320,7 @@ def _over_wire(plan: WirePlan, devices: int) -> str:
             f"auto takes {plan.wire}, since the operand is large: " if plan.wire.optional else ""
         )
         return f"{taken}{share}; no table has its time; {error}"
-    time = f"modelled {plan.wired_us:.1f} us in place of {plan.us:.1f}, XLA's passes included"
+    time = f"modelled {plan.wired_us:.1f} us in place of {plan.us:.1f}, passes included"
     return f"{_verdict(plan, plan.us, plan.wired_us)}{share}; {time}; {error}"
 
 

@@ -279,16 +279,17 @@ def apart(
     with jax.enable_x64(False):
         traced = jax.make_jaxpr(unchecked(compiled))(*shapes)
     _compat.prepare()
-    return _apart_p.bind(*operands, traced=traced)
+    return _apart_p.bind(*operands, call_jaxpr=traced)
 
 
-# A kernel apart, in a program of whatever types and under vmap. It has no derivative.
+# A kernel apart, in a program of whatever types and under vmap; the replay steps into it. It has no
+# derivative.
 _apart_p = core.Primitive("kernel_apart")
 
 
 @_apart_p.def_abstract_eval
-def _type_apart(*operands: _compat.Aval, traced: core.ClosedJaxpr) -> _compat.Aval:
-    (made,) = traced.out_avals
+def _type_apart(*operands: _compat.Aval, call_jaxpr: core.ClosedJaxpr) -> _compat.Aval:
+    (made,) = call_jaxpr.out_avals
 
     def alike(*xs: jax.Array) -> jax.Array:
         first = sum(x.reshape(-1)[0].astype(jnp.float32) for x in xs)
@@ -297,16 +298,16 @@ def _type_apart(*operands: _compat.Aval, traced: core.ClosedJaxpr) -> _compat.Av
     return jax.make_jaxpr(alike)(*operands).out_avals[0]
 
 
-def _lower_apart(ctx: Any, *operands: Any, traced: core.ClosedJaxpr) -> Any:
-    run = mlir.lower_fun(core.jaxpr_as_fun(traced))
-    return run(ctx.replace(avals_in=traced.in_avals, avals_out=traced.out_avals), *operands)
+def _lower_apart(ctx: Any, *operands: Any, call_jaxpr: core.ClosedJaxpr) -> Any:
+    run = mlir.lower_fun(core.jaxpr_as_fun(call_jaxpr))
+    return run(ctx.replace(avals_in=call_jaxpr.in_avals, avals_out=call_jaxpr.out_avals), *operands)
 
 
 def _batch_apart(
-    operands: Sequence[jax.Array], dims: Sequence[int], *, traced: core.ClosedJaxpr
+    operands: Sequence[jax.Array], dims: Sequence[int], *, call_jaxpr: core.ClosedJaxpr
 ) -> tuple[jax.Array, int]:
     (operand,), (dim,) = operands, dims
-    each = functools.partial(_apart_p.bind, traced=traced)
+    each = functools.partial(_apart_p.bind, call_jaxpr=call_jaxpr)
     return lax.map(each, jnp.moveaxis(operand, dim, 0)), 0
 
 
