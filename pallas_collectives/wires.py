@@ -209,7 +209,7 @@ def of_groups(
 ) -> tuple[jax.Array, jax.Array]:
     """`quantize` of whole groups of float32, which lie along some axes; scales have the others."""
     bits = jnp.max(magnitudes(groups), axis=axes, keepdims=True, initial=0)
-    scales = scales_of(lax.bitcast_convert_type(bits, jnp.float32), wire)
+    scales = scales_of(bits, wire)
     return rounded(groups, inverse(scales), wire, noise), jnp.squeeze(scales, axes)
 
 
@@ -219,15 +219,16 @@ def magnitudes(numbers: jax.Array) -> jax.Array:
     return jnp.minimum(bits, _INFINITY)
 
 
-def scales_of(largest: jax.Array, wire: Wire) -> jax.Array:
-    """Scales of groups with these largest magnitudes."""
+def scales_of(bits: jax.Array, wire: Wire) -> jax.Array:
+    """Scales of groups, from the largest of each group's `magnitudes`."""
+    largest = lax.bitcast_convert_type(bits, jnp.float32)
     scale = jnp.maximum(largest * np.float32(1 / wire.largest), LEAST_SCALE)
     if wire.scales == "power of two":
-        bits = lax.bitcast_convert_type(scale, jnp.int32)
-        bits = (bits + np.int32(0x007FFFFF)) & np.int32(0x7F800000)
-        scale = lax.bitcast_convert_type(bits, jnp.float32)
-    scale = jnp.where(largest == 0, 0.0, scale)
-    return jnp.where(largest < np.float32(np.inf), scale, jnp.nan)
+        words = lax.bitcast_convert_type(scale, jnp.int32)
+        words = (words + np.int32(0x007FFFFF)) & np.int32(0x7F800000)
+        scale = lax.bitcast_convert_type(words, jnp.float32)
+    scale = jnp.where(bits == 0, 0.0, scale)
+    return jnp.where(bits < _INFINITY, scale, jnp.nan)
 
 
 def inverse(scales: jax.Array) -> jax.Array:

@@ -9,7 +9,8 @@ Of a block, seen as rows and columns,
               below another
     a chunk   is the units of some rows and columns, and behind them a tile of their scales: a row
               has those of a unit that is turned; else a lane has those of 8 rows of a group
-    a step    is some chunks: what a grid reads and writes at a time
+    a step    is some chunks: what a grid reads and writes at a time; of several blocks, if they
+              are small
 
 so that scales are a 33rd of a chunk that fills its tile of them. Where groups are a tile's width a
 block is seen as its tiles, one below another, as it lies in memory.
@@ -107,6 +108,10 @@ class Format(NamedTuple):
     def chunks(self) -> int:
         """Chunks of a step."""
         return math.prod(self.step) // math.prod(self.chunk)
+
+    def together(self, blocks: int) -> int:
+        """How many of so many blocks the grid does at a time, if steps are small: one of each."""
+        return _divisors(blocks, max(1, _MOST // math.prod(self.step)))[-1]
 
     @property
     def grid(self) -> tuple[int, int]:

@@ -44,9 +44,9 @@ def pack(blocks: jax.Array, format: Format, dtype: DTypeLike, *, interpret: Inte
     packed = launch.apart(
         functools.partial(_pack_kernel, format=format, dtype=dtype),
         format.seen(blocks),
-        grid=(k, *format.grid),
-        in_specs=[_numbers(format)],
-        out_specs=_packed(format),
+        grid=(k // format.together(k), *format.grid),
+        in_specs=[_numbers(format, k)],
+        out_specs=_packed(format, k),
         out_shape=jax.ShapeDtypeStruct((k, format.tiles * SUBLANES, LANES), jnp.int32),
         compiler_params=_parallel(3),
         name="wire_pack",
@@ -62,9 +62,9 @@ def unpack(come: jax.Array, format: Format, dtype: DTypeLike, *, interpret: Inte
     numbers = launch.apart(
         functools.partial(_unpack_kernel, format=format),
         come.reshape(n, -1, LANES),
-        grid=(n, *format.grid),
-        in_specs=[_packed(format)],
-        out_specs=_numbers(format),
+        grid=(n // format.together(n), *format.grid),
+        in_specs=[_packed(format, n)],
+        out_specs=_numbers(format, n),
         out_shape=jax.ShapeDtypeStruct((n, *format.block), dtype),
         compiler_params=_parallel(3),
         name="wire_unpack",
@@ -80,9 +80,9 @@ def values(come: jax.Array, format: Format, *, interpret: Interpret) -> jax.Arra
     return launch.apart(
         functools.partial(_values_kernel, format=format),
         come.reshape(n, -1, LANES),
-        grid=(n, *format.grid),
-        in_specs=[_packed(format)],
-        out_specs=_numbers(format),
+        grid=(n // format.together(n), *format.grid),
+        in_specs=[_packed(format, n)],
+        out_specs=_numbers(format, n),
         out_shape=jax.ShapeDtypeStruct((n, *format.block), format.wire.dtype),
         compiler_params=_parallel(3),
         name="wire_values",
@@ -99,12 +99,13 @@ def added(
     terms: the dtype of the terms, none of which has a larger number.
     """
     n, along = len(come), format.grid[1]
+    each = format.together(n)
     rows, numbers = format.chunks * format.chunk_rows, math.prod(format.step)
     total = launch.apart(
         functools.partial(_add_kernel, format=format, terms=terms),
         come.reshape(n, -1, LANES),
-        grid=(*format.grid, n),
-        in_specs=[pl.BlockSpec((None, rows, LANES), lambda r, c, b: (b, r * along + c, 0))],
+        grid=(*format.grid, n // each),
+        in_specs=[pl.BlockSpec((each, rows, LANES), lambda r, c, b: (b, r * along + c, 0))],
         out_specs=pl.BlockSpec(format.step, lambda r, c, b: (r, c)),
         out_shape=jax.ShapeDtypeStruct(format.block, dtype),
         scratch_shapes=[pltpu.VMEM((numbers // LANES, LANES), jnp.float32)],
@@ -122,18 +123,34 @@ def _parallel(dimensions: int) -> pltpu.CompilerParams:
     return pltpu.CompilerParams(dimension_semantics=semantics)
 
 
-def _numbers(format: Format) -> pl.BlockSpec:
-    return pl.BlockSpec((None, *format.step), lambda b, r, c: (b, r, c))
+def _numbers(format: Format, blocks: int) -> pl.BlockSpec:
+    return pl.BlockSpec((format.together(blocks), *format.step), lambda b, r, c: (b, r, c))
 
 
-def _packed(format: Format) -> pl.BlockSpec:
+def _packed(format: Format, blocks: int) -> pl.BlockSpec:
     rows, along = format.chunks * format.chunk_rows, format.grid[1]
-    return pl.BlockSpec((None, rows, LANES), lambda b, r, c: (b, r * along + c, 0))
+    shape = format.together(blocks), rows, LANES
+    return pl.BlockSpec(shape, lambda b, r, c: (b, r * along + c, 0))
 
 
-# Kernels. A step's numbers, (rows, columns), and what they are packed as, (rows, 128), are in VMEM.
+def _each(kernel: Callable[..., None]) -> Callable[..., None]:
+    """A kernel of one block's refs, of several blocks at a time."""
+
+    @functools.wraps(kernel)
+    def of_all(from_ref: Ref, to_ref: Ref, **options: Any) -> None:
+        def one(block: Number, _: None) -> None:
+            kernel(from_ref.at[block], to_ref.at[block], **options)
+
+        lax.fori_loop(0, from_ref.shape[0], one, None)
+
+    return of_all
 
 
+# Kernels. Of some blocks a step's numbers, (blocks, rows, columns), and what they are packed as,
+# (blocks, rows, 128), are in VMEM.
+
+
+@_each
 def _pack_kernel(numbers_ref: Ref, packed_ref: Ref, format: Format, dtype: DTypeLike) -> None:
     def read(place: Place, unit: Number) -> jax.Array:
         """In the order of the wire: (numbers / 128, 128)."""
@@ -150,12 +167,13 @@ def _pack_kernel(numbers_ref: Ref, packed_ref: Ref, format: Format, dtype: DType
         for unit in range(format.units):
             numbers = read(place, unit)
             bits = jnp.max(wires.magnitudes(numbers), axis=0, keepdims=True)
-            rows[unit] = wires.scales_of(lax.bitcast_convert_type(bits, jnp.float32), format.wire)
+            rows[unit] = wires.scales_of(bits, format.wire)
             write(place, unit, numbers, wires.inverse(rows[unit]))
         return jnp.concatenate(rows, 0)
 
     def of_others(place: Place) -> jax.Array:
-        scales = wires.scales_of(_largest(place, read), format.wire)
+        bits = lax.bitcast_convert_type(_largest(place, read), jnp.int32)
+        scales = wires.scales_of(bits, format.wire)
 
         def one(unit: Number, inverses: jax.Array) -> None:
             write(place, unit, read(place, unit), inverses)
@@ -171,6 +189,7 @@ def _pack_kernel(numbers_ref: Ref, packed_ref: Ref, format: Format, dtype: DType
     lax.fori_loop(0, format.chunks, chunk, None)
 
 
+@_each
 def _unpack_kernel(packed_ref: Ref, out_ref: Ref, format: Format) -> None:
     def take(place: Place, unit: Number, numbers: jax.Array) -> None:
         arrived = wires.saturated(numbers, out_ref.dtype)
@@ -179,6 +198,7 @@ def _unpack_kernel(packed_ref: Ref, out_ref: Ref, format: Format) -> None:
     _each_read(packed_ref, format, take)
 
 
+@_each
 def _values_kernel(packed_ref: Ref, out_ref: Ref, format: Format) -> None:
     def chunk(number: Number, _: None) -> None:
         place = Place(format, number)
@@ -199,15 +219,21 @@ def _add_kernel(
     format: Format,
     terms: DTypeLike,
 ) -> None:
-    number = pl.program_id(2)
+    several = packed_ref.shape[0]
+    first = pl.program_id(2) * several
 
-    def take(place: Place, unit: Number, numbers: jax.Array) -> None:
-        term, at = wires.saturated(numbers, terms, jnp.float32), place.in_step(unit)
-        total_ref[at] = jnp.where(number == 0, term, total_ref[at] + term)
+    def one(block: Number, _: None) -> None:
+        number = first + block
 
-    _each_read(packed_ref, format, take)
+        def take(place: Place, unit: Number, numbers: jax.Array) -> None:
+            term, at = wires.saturated(numbers, terms, jnp.float32), place.in_step(unit)
+            total_ref[at] = jnp.where(number == 0, term, total_ref[at] + term)
 
-    @pl.when(number == pl.num_programs(2) - 1)
+        _each_read(packed_ref.at[block], format, take)
+
+    lax.fori_loop(0, several, one, None)
+
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _() -> None:
         def chunk(number: Number, _: None) -> None:
             place = Place(format, number)

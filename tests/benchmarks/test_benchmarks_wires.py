@@ -48,19 +48,18 @@ def test_pods_have_modelled_times_with_xlas_passes() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pod, packs, most", [("v6e:4x4", True, 55), ("v5e:4x4", False, 70)])
-def test_exchanges_round_a_ring_have_passes_of_xlas(pod: str, packs: bool, most: float) -> None:
-    """v5e cannot write to everyone; direct exchanges are packed in their kernels."""
+@pytest.mark.parametrize("pod, most", [("v6e:4x4", 55), ("v5e:4x4", 75)])
+def test_exchanges_have_no_passes_of_xlas(pod: str, most: float) -> None:
+    """v5e cannot write to everyone: others of our kernels pack before and behind, in replayed time.
+
+    Direct exchanges are packed in their kernels.
+    """
     asked = wanted("all_to_all", pods=(pod,), sizes=(16 << 20,))
     plain, *wired = wired_rows.rows(wired_rows.plan(asked), asked, harness.mesh(2))
     assert plain.wire == "none" and not plain.passes_us
     for row in wired:
         assert row.time_us and row.of_plain and plain.time_us
-        by_kernel = 100 * (row.time_us - (row.passes_us or 0)) / plain.time_us
-        assert by_kernel < most
-        assert (not row.passes_us) if packs else row.of_plain > 100, (
-            "passes take more than it saves"
-        )
+        assert row.of_plain < most and not row.passes_us
 
 
 @pytest.mark.full
@@ -116,18 +115,22 @@ def test_a_picture_without_points_is_told_of(bench: Bench, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("pod, size, most", [("v5e:16x16", 16 << 20, 95), ("v6e:8x8", 4 << 20, 85)])
-def test_a_wire_gains_where_small_blocks_are_cut_for_both_axes(
+@pytest.mark.parametrize(
+    "pod, size, most", [("v5e:16x16", 16 << 20, 130), ("v6e:8x8", 4 << 20, 130)]
+)
+def test_small_blocks_are_cut_for_both_axes_and_packed_together(
     pod: str, size: int, most: int
 ) -> None:
-    """On the wire: a gather of 32 KiB of numbers took 203% and 120% in one piece."""
+    """A gather of 32 KiB of numbers took 203% and 120% in one piece on the wire alone.
+
+    With kernels that packed block by block 160 and 154%. In the end "auto" leaves the wire out.
+    """
     asked = wanted("all_gather", pods=(pod,), sizes=(size,), axes=("x", "y"))
     plain, *wired = wired_rows.rows(wired_rows.plan(asked), asked, harness.mesh(2))
     assert plain.time_us and len(wired) == len(WIRES)
     for row in wired:
-        assert row.passes_us, "too few tiles to be packed in a kernel"
-        assert row.time_us and 100 * (row.time_us - row.passes_us) / plain.time_us < most
-        assert row.of_plain and row.of_plain > 100, "auto leaves it out"
+        assert not row.passes_us and row.of_plain
+        assert 100 < row.of_plain < most
 
 
 @pytest.mark.parametrize("dtype, most", [("bfloat16", 0.52), ("float32", 0.27)])

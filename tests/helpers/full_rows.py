@@ -125,7 +125,7 @@ FULL: dict[str, Covers] = {
     "test_benchmarks_step_schedules::test_large_ones_take_what_their_replay_would": only(
         name=["v5p:2x2x1"]
     ),
-    "test_benchmarks_wires::test_a_wire_gains_where_small_blocks_are_cut_for_both_axes": each(
+    "test_benchmarks_wires::test_small_blocks_are_cut_for_both_axes_and_packed_together": each(
         "pod"
     ),
     "test_collective_matmul::test_both_cores_of_a_device_have_a_ring_each": each("n", "mode"),
