@@ -181,8 +181,11 @@ class Format(NamedTuple):
     def _seconds(self, blocks: int, itemsize: int, operations: float) -> float:
         chip, numbers = chips.current(), blocks * math.prod(self.block)
         in_hbm = (numbers * itemsize + blocks * self.nbytes) / chip.hbm_bandwidth
-        in_core = numbers * operations / (chip.vector_rate * chip.cores)
-        return chip.launch_cost + max(in_hbm, in_core)
+        in_core = numbers * operations / chip.vector_rate
+        steps = blocks // self.together(blocks) * math.prod(self.grid)
+        turns = -(-steps // chip.cores)  # the first waits for what comes, and the last for nothing
+        longest = max(in_hbm, in_core / steps * turns + in_hbm / steps)
+        return chip.launch_cost + 2 * chip.dma_latency + longest
 
 
 @functools.cache

@@ -42,9 +42,9 @@ def sent(op: str, algorithm: str, pod: str, rows: int, **how: Any) -> tuple[Chun
         )
     *_, plan = (p for p in plans if isinstance(p, KernelPlan) and p.op == op)
     (said,) = plan.chunking
-    kernel = program.kernels[-1].name  # tables may be gathered before
-    starts = (c for c in program.columns if isinstance(c, Start) and c.source.kernel == kernel)
-    return said, sum(len(start.lanes) for start in starts if start.target is not None)
+    sending = [c for c in program.columns if isinstance(c, Start) and c.target is not None]
+    kernel = sending[-1].source.kernel  # tables may be gathered before
+    return said, sum(len(start.lanes) for start in sending if start.source.kernel == kernel)
 
 
 def check(
