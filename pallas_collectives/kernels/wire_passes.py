@@ -7,6 +7,7 @@ they travel, in the order in which they lie:
     pack     (k, ...) -> int32 (k, tiles, 8, 128)
     unpack   the inverse, in a dtype
     added    the sum of the blocks that come, in their order
+    lost     blocks less what arrives of them
 
 Values and scales are those of `wires`, bit by bit; `wire_format` says where they are. Blocks of too
 few numbers, or of no whole tiles, are for XLA's passes (`Format.of`), and so is float16, which
@@ -117,6 +118,31 @@ def added(
     return format.unseen(total[None])
 
 
+def lost(*blocks: jax.Array, format: Format, interpret: Interpret) -> jax.Array:
+    """(k * rows, columns): blocks (k, ...) less what arrives of them, or of others that are second.
+
+    blocks: of one dtype.
+    """
+    k, dtype = len(blocks[0]), blocks[0].dtype
+    rows = format.chunks * format.chunk_rows
+    residue = launch.apart(
+        functools.partial(_lost_kernel, format=format, dtype=dtype),
+        *map(format.seen, blocks),
+        grid=(k // format.together(k), *format.grid),
+        in_specs=[_numbers(format, k)] * len(blocks),
+        out_specs=_numbers(format, k),
+        out_shape=jax.ShapeDtypeStruct((k, *format.block), dtype),
+        scratch_shapes=[pltpu.VMEM((rows, LANES), jnp.int32)],
+        compiler_params=_parallel(3),
+        name="wire_lost",
+        seconds=sum(
+            f(k, dtype.itemsize) for f in (format.seconds_to_pack, format.seconds_to_unpack)
+        ),
+        interpret=interpret,
+    )
+    return format.unseen(residue)
+
+
 def _parallel(dimensions: int) -> pltpu.CompilerParams:
     """So many of the grid's three can be shared by a device's cores."""
     semantics: Any = ("parallel",) * dimensions + ("arbitrary",) * (3 - dimensions)
@@ -152,6 +178,10 @@ def _each(kernel: Callable[..., None]) -> Callable[..., None]:
 
 @_each
 def _pack_kernel(numbers_ref: Ref, packed_ref: Ref, format: Format, dtype: DTypeLike) -> None:
+    _pack_block(numbers_ref, packed_ref, format, dtype)
+
+
+def _pack_block(numbers_ref: Ref, packed_ref: Ref, format: Format, dtype: DTypeLike) -> None:
     def read(place: Place, unit: Number) -> jax.Array:
         """In the order of the wire: (numbers / 128, 128)."""
         numbers = numbers_ref[place.unit(unit)]
@@ -196,6 +226,23 @@ def _unpack_kernel(packed_ref: Ref, out_ref: Ref, format: Format) -> None:
         out_ref[place.unit(unit)] = _in_block(arrived, format)
 
     _each_read(packed_ref, format, take)
+
+
+def _lost_kernel(*refs: Ref, format: Format, dtype: DTypeLike) -> None:
+    *blocks, out_ref, packed_ref = refs  # the last: one block as it travels
+
+    def one(block: Number, _: None) -> None:
+        own_ref, given_ref = blocks[0].at[block], blocks[-1].at[block]
+
+        def take(place: Place, unit: Number, numbers: jax.Array) -> None:
+            arrived = _in_block(wires.saturated(numbers, dtype, jnp.float32), format)
+            own = own_ref[place.unit(unit)].astype(jnp.float32)
+            out_ref[block, *place.unit(unit)] = (own - arrived).astype(dtype)
+
+        _pack_block(given_ref, packed_ref, format, dtype)
+        _each_read(packed_ref, format, take)
+
+    lax.fori_loop(0, out_ref.shape[0], one, None)
 
 
 @_each

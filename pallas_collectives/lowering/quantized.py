@@ -43,14 +43,20 @@ class Groups:
     flat: bool = False
     folds: bool = False
 
-    def over(self, fn: Callable[[jax.Array], jax.Array], x: jax.Array, wire: Wire) -> jax.Array:
-        """fn(x), fn being of arrays that a wire groups along their last dimension."""
-        axis = None if self.axis is None else self.axis % x.ndim
-        apart = x[None] if axis is None else blocks_of(x, axis, self.blocks)
-        flat = self.flat and isinstance(wire.group, int) and apart.shape[-1] % wire.group
-        rows = apart.reshape(len(apart), -1) if flat or not x.ndim else apart
-        changed = fn(rows).reshape(apart.shape)
-        return changed[0] if axis is None else side_by_side(changed, axis)
+    def over(self, fn: Callable[..., jax.Array], wire: Wire, *xs: jax.Array) -> jax.Array:
+        """fn(*xs), fn being of arrays that a wire groups along their last dimension."""
+        axis = None if self.axis is None else self.axis % xs[0].ndim
+
+        def rows(x: jax.Array) -> jax.Array:
+            apart = x[None] if axis is None else blocks_of(x, axis, self.blocks)
+            flat = self.flat and isinstance(wire.group, int) and apart.shape[-1] % wire.group
+            return apart.reshape(len(apart), -1) if flat or not x.ndim else apart
+
+        changed = fn(*map(rows, xs))
+        if axis is None:
+            return changed.reshape(xs[0].shape)
+        shape = jax.eval_shape(lambda x: blocks_of(x, axis, self.blocks), xs[0]).shape
+        return side_by_side(changed.reshape(shape), axis)
 
     def send(self, x: Any) -> bool:
         """Whether anything of an array or a number is sent."""
@@ -111,7 +117,7 @@ def _drawn(x: jax.Array, wire: Wire, key: jax.Array, groups: Groups) -> jax.Arra
         noise = jax.random.uniform(key, rows.shape)
         return wires.drawn(rows, wire.fixed, noise)
 
-    return groups.over(draw, x, wire)
+    return groups.over(draw, wire, x)
 
 
 def residue(
@@ -141,23 +147,21 @@ def residue(
         wires.check(wire, jnp.asarray(leaf).dtype, "a residue")
         if not are_sent or not groups.send(leaf):
             return _compat.as_varying(jnp.zeros_like(leaf), _compat.varying(leaf))
-        sent_as = functools.partial(_as_sent, wire=wire.fixed, how=how)
-        leaf, given = lax.stop_gradient((jnp.asarray(leaf), jnp.asarray(given)))
-        return leaf - groups.over(sent_as, given, wire)
+        lose = functools.partial(_lost, wire=wire.fixed, how=how)
+        each = [leaf] if given is leaf else [leaf, given]
+        return groups.over(lose, wire, *(lax.stop_gradient(jnp.asarray(x)) for x in each))
 
     return jax.tree.map(lost, x, given)
 
 
-def _as_sent(blocks: jax.Array, wire: Wire, how: How) -> jax.Array:
-    """What arrives of blocks, (k, ...): `wires.as_sent`."""
-    format = by_kernels(blocks.shape, blocks.dtype, wire, how.backend)
+def _lost(own: jax.Array, *given: jax.Array, wire: Wire, how: How) -> jax.Array:
+    """Blocks (k, ...) less what arrives of them, or of those that are `given` instead."""
+    format = by_kernels(own.shape, own.dtype, wire, how.backend)
     if format is None:
-        return wires.as_sent(blocks, wire)
+        return wires.lost(own, given[0] if given else own, wire)
     from pallas_collectives.kernels import wire_passes  # which only wires need
 
-    options: dict[str, Any] = {"format": format, "interpret": how.interpret}
-    packed = wire_passes.pack(blocks, dtype=blocks.dtype, **options)
-    return wire_passes.unpack(packed, dtype=blocks.dtype, **options).reshape(blocks.shape)
+    return wire_passes.lost(own, *given, format=format, interpret=how.interpret).reshape(own.shape)
 
 
 # (values, scales) ---------------------------------------------------------------------------------
