@@ -36,9 +36,37 @@ def test_any_operand_becomes_whole_tiles_and_back(
     assert len(blocks) == n and blocks.shape[1] % sublanes(x.dtype) == 0
     assert blocks.shape[2] % LANES == 0
     plan: Any = type("Plan", (), {"on_sparsecore": False})
-    back = reductions._unrows(blocks, shape, plan)
+    back = reductions._out_of_blocks(blocks, shape, plan)
     assert back.shape == shape
     np.testing.assert_array_equal(np.asarray(back, np.float32), np.asarray(x, np.float32))
+
+
+@pytest.mark.parametrize(
+    "shape, axis",
+    # What a block is flattened to has the shape that it would be padded to as it lies.
+    [((128, 120), 0), ((4, 30, 128), 0), ((2, 60, 128), 1), ((2, 64, 120), 0), ((60, 256), 1)],
+)
+def test_scattered_blocks_are_flattened_and_cut_back(shape: tuple[int, ...], axis: int) -> None:
+    x = harness.random((2, *shape), jnp.float32)
+
+    def program(x: jax.Array) -> jax.Array:
+        return pc.psum_scatter(x, "x", scatter_dimension=axis, tiled=True, backend="pallas")
+
+    got = harness.per_device(program, harness.mesh(2))(x)
+    want = np.split(x[0] + x[1], 2, axis=axis)
+    np.testing.assert_array_equal(np.asarray(got), np.stack(want))
+
+
+@pytest.mark.parametrize("wire", [None, "int8"])
+def test_sums_whose_columns_are_nearly_a_tile(wire: str | None) -> None:
+    x = harness.random((2, 512, 120), jnp.float32)
+    how: Any = {"backend": "pallas", "algorithm": "bidirectional", "wire": wire}
+
+    def program(x: jax.Array) -> jax.Array:
+        return pc.psum_scatter(x, "x", tiled=True, **how)
+
+    got = np.asarray(harness.per_device(program, harness.mesh(2))(x)).reshape(512, 120)
+    np.testing.assert_allclose(got, x[0] + x[1], atol=0.04 if wire else 0)
 
 
 @pytest.mark.parametrize(
@@ -48,8 +76,11 @@ def test_any_operand_becomes_whole_tiles_and_back(
         (lambda x: lax.pmax(x, "x"), ODD, False),
         (lambda x: lax.psum(x, "x"), (512, 1024), True),
         (lambda x: lax.psum(x, "x"), (7, 7, 3, 64), True),  # small
+        (lambda x: lax.psum(x, "x"), (8192, 64), False),  # whole tiles if flattened
+        (lambda x: lax.psum(x, "x"), (1 << 20,), True),
         (lambda x: lax.psum_scatter(x, "x", tiled=True), ODD, False),
         (lambda x: lax.psum_scatter(x, "x", tiled=True), (512, 1024), True),
+        (lambda x: lax.psum_scatter(x, "x", tiled=True), ((1 << 20) + 12,), True),
         (lambda x: lax.all_to_all(x, "x", 2, 1, tiled=True), (2, 512, 8, 80), False),
         (lambda x: lax.all_to_all(x, "x", 2, 1, tiled=True), (2, 512, 8, 128), True),
     ],

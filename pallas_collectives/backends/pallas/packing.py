@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from pallas_collectives.backends import counters
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import SlowerError
-from pallas_collectives.kernels.machinery.blocks import LANES
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 
 # Smaller operands may be padded in any step; and so may a bundle of sums (`lowering.bundles`).
 _SMALL, _BUNDLE = 64 << 10, 1 << 20
@@ -24,20 +24,27 @@ _UNTAKEN = ("float8_e3m4", "float8_e4m3", "float8_e4m3fnuz", "float8_e5m2fnuz")
 
 
 def check_in_place(op: str, x: jax.Array, how: How, in_place: bool) -> None:
-    """Leaves what kernels cannot read as it lies to lax, which can, where a step matters.
+    """Leaves what kernels cannot read as it lies to lax, which can, where all of a step counts.
 
-    By `step` for v5e:4x4, us: a `psum` of (1000, 1000) bfloat16 112 by lax and 300 by a kernel, a
-    `psum_scatter` of (4000, 1000) 212 and 356, an `all_to_all` of heads of 80 410 and 719.
+    That is under `override_lax` (`How.beside`). By `step` for v5e:4x4, us: a `psum` of (1000, 1000)
+    bfloat16 112 by lax and 300 by a kernel, a `psum_scatter` of (4000, 1000) 212 and 356, an
+    `all_to_all` of heads of 80 410 and 719.
+
+    Args:
+      op: the canonical collective.
+      x: what kernels would be given.
+      how: how the collective is served.
+      in_place: whether they would read it as it lies.
 
     Raises:
-      SlowerError: so it is.
+      SlowerError: they would not.
     """
     if in_place or not how.beside or x.nbytes <= (_BUNDLE if x.ndim < 2 else _SMALL):
         return
     raise SlowerError(
-        f"{counters.lax_name(op)} of {x.dtype}{list(x.shape)}",
+        f"{counters.lax_name(op)} of {x.nbytes} bytes",
         "kernels take whole tiles, and XLA would pad or move it before and behind them",
-        "make blocks multiples of 128 columns and, of two bytes, of 16 rows",
+        f"make blocks multiples of {LANES} columns and of {sublanes(x.dtype)} rows",
     )
 
 

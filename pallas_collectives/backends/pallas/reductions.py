@@ -26,7 +26,8 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     """The sum over the group of block `me` along `axis`.
 
     Blocks of whole tiles are read in place; others are flattened and padded first, one pass over
-    the operand.
+    the operand, or left to lax (`packing.check_in_place`). A flat operand moves little for that,
+    and lax sums all of it.
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = reduce_scatter(jnp.stack([x.real, x.imag]), group, axis=axis + 1, how=how)
@@ -36,7 +37,7 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     shape = list(x.shape)
     shape[axis] //= group.size
     aligned = _whole_tiles(tuple(shape), axis, wire.dtype)
-    packing.check_in_place("reduce_scatter", x, how, aligned)
+    packing.check_in_place("reduce_scatter", wire, how, aligned or x.ndim == 1)
     if not aligned:
         split = wire.reshape(*x.shape[:axis], group.size, shape[axis], *x.shape[axis + 1 :])
         wire = _rows(jnp.moveaxis(split, axis, 0).reshape(group.size, -1))
@@ -97,7 +98,8 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     """The sum, max or min over the group.
 
     Operands of whole tiles, for the ring a multiple of n of them, are read in place. Others are
-    flattened and padded first, and cut back afterwards: two passes.
+    padded first, as they lie or flattened, and cut back afterwards, or left to lax
+    (`packing.check_in_place`).
     """
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         parts = all_reduce(jnp.stack([x.real, x.imag]), group, op=op, how=how)
@@ -111,12 +113,13 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     group = placement.arranged(group)
     wire = x.astype(wire_dtype(x.dtype, op, how.precise))
     blocks = _in_blocks(wire, group.size)
-    packing.check_in_place("all_reduce", x, how, blocks.size == x.size)
+    as_it_lies = x.ndim < 2 or _padded_as_it_lies(x.shape, group.size, wire.dtype)
+    packing.check_in_place("all_reduce", wire, how, bool(as_it_lies) and blocks.size == x.size)
     cuts = shares.cuts(blocks.shape[1:], 0, blocks.dtype)
     plan = algorithms.choose("all_reduce", how, wire, group, cuts)
     blocks = _in_blocks(wire, 1) if plan.record.takes_whole else blocks
     y = algorithms.launch(plan, blocks, group, op=op, interpret=how.interpret)
-    return _unrows(y, x.shape, plan).astype(x.dtype)
+    return _out_of_blocks(y, x.shape, plan).astype(x.dtype)
 
 
 def wire_dtype(dtype: DType, op: str, precise: bool) -> DType:
@@ -197,16 +200,20 @@ def _rows(x: jax.Array, pieces: int = 1) -> jax.Array:
     return padded.reshape(x.shape[0], -1, LANES)
 
 
+def _out_of_blocks(y: jax.Array, shape: tuple[int, ...], plan: KernelPlan) -> jax.Array:
+    """The inverse of `_in_blocks`: a sum as its operand was."""
+    if y.size == math.prod(shape) or not _padded_as_it_lies(shape, len(y), y.dtype):
+        return _unrows(y, shape, plan)
+    *lead, rows, columns = shape
+    each = rows + -rows % sublanes(y.dtype)
+    apart = y.reshape(-1, y.shape[-1])[: math.prod(lead) * each, :columns]
+    return _unrows(apart.reshape(-1, each, columns)[:, :rows], shape, plan)
+
+
 def _unrows(y: jax.Array, shape: tuple[int, ...], plan: KernelPlan) -> jax.Array:
-    """The inverse of `_in_blocks` and, for k = 1, of `_rows`: a sum as its operand was."""
+    """The inverse of `_rows`, for k = 1: a sum as its operand was."""
     size = math.prod(shape)
-    if y.size != size and y.shape == _padded_as_it_lies(shape, len(y), y.dtype):
-        *_, rows, columns = shape
-        each = rows + -rows % sublanes(y.dtype)
-        apart = y.reshape(-1, y.shape[-1])[: size // columns // rows * each, :columns]
-        total = apart.reshape(-1, each, columns)[:, :rows].reshape(shape)
-    else:
-        total = y.reshape(-1)[:size].reshape(shape)
+    total = y.reshape(shape) if y.size == size else y.reshape(-1)[:size].reshape(shape)
     if plan.on_sparsecore:  # behind it XLA moves what runs beside it, and over no barrier
         return total
     # XLA would move a scale of the sum to before the reshape: a pass over memory of its own, where
