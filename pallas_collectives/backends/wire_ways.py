@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_collectives import catalogue, tiles, wires
-from pallas_collectives.annotations import DType
+from pallas_collectives.annotations import DType, DTypeLike
 from pallas_collectives.backends import fastest, ordered, slices
 from pallas_collectives.backends.plans import Candidate, How
 from pallas_collectives.catalogue.records import TORUS
@@ -38,6 +38,7 @@ from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
 if TYPE_CHECKING:
+    from pallas_collectives.kernels.row_passes import Rows
     from pallas_collectives.kernels.wire_format import Format
 
 EXCHANGE = ordered.EXCHANGE.name
@@ -97,14 +98,14 @@ def ways(
     """The ways that there are."""
     wire = how.wire
     assert wire is not None
-    sent, in_terms = 2 * x.size, adds(op) and wire.scaled
+    sent, in_terms, format = 2 * x.size, adds(op) and wire.scaled, None
     if wire.scaled:
-        format = by_kernels(blocks, x.dtype, wire, how.backend, op)
-        cut = op != "ragged_all_to_all"
-        each = format.nbytes if format else wires.packed_bytes(blocks[1:], wire, cut=cut)
+        ragged = op == "ragged_all_to_all"
+        format = (rows_by_kernels if ragged else by_kernels)(blocks, x.dtype, wire, how.backend)
+        each = format.nbytes if format else wires.packed_bytes(blocks[1:], wire, cut=not ragged)
         sent = blocks[0] * each
     names = once(op) if in_terms else ("",)
-    moved = tuple(_moved(op, name, x, blocks, sent, group, how) for name in names)
+    moved = tuple(_moved(op, name, x, blocks, sent, format, group, how) for name in names)
     if not wire.scaled or no_ring(op, group, how):
         return moved
     if in_terms:
@@ -118,6 +119,7 @@ def _moved(
     x: jax.Array,
     blocks: tuple[int, ...],
     sent: int,
+    format: "Format | Rows | None",
     group: Group,
     how: How,
 ) -> Way:
@@ -130,9 +132,8 @@ def _moved(
         steps, part = ("all_gather",), sent
     elif name:
         steps, part = record.ordered_steps, sent // n
-    wire, seconds, format = how.wire, seconds_to_cast(op, x.nbytes, n), None
-    if wire is not None and wire.scaled:
-        format = by_kernels(blocks, x.dtype, wire, how.backend, op)
+    seconds = seconds_to_cast(op, x.nbytes, n)
+    if how.wire is not None and how.wire.scaled:
         seconds = seconds_of_passes(op, x, blocks, n, name, format)
     us = _in_all([_least(step, part, group) for step in steps], 1e6 * seconds, how.backend)
     return Way(name, sent, 0.0 if format else 1e6 * seconds, us)
@@ -297,20 +298,34 @@ def by_kernels(
     dtype: DType,
     wire: Wire,
     backend: str,
-    op: str = "",
     *,
+    result: DTypeLike | None = None,
     values: bool = False,
 ) -> "Format | None":
-    """How kernels of our own make the passes; None where XLA does."""
-    if backend != "pallas" or op == "ragged_all_to_all":  # whose rows go one by one
+    """How kernels of our own make the passes; None where XLA does.
+
+    result: the dtype of what comes, if it is another.
+    """
+    if backend != "pallas" or (result and jnp.dtype(result) == jnp.float16):
         return None
     from pallas_collectives.kernels.wire_format import Format  # which only wires need
 
     return Format.of(blocks[1:], dtype, wire, values=values)
 
 
+def rows_by_kernels(
+    blocks: tuple[int, ...], dtype: DType, wire: Wire, backend: str
+) -> "Rows | None":
+    """The same of ragged blocks, (k, ..., columns), whose rows are packed one by one."""
+    if backend != "pallas":
+        return None
+    from pallas_collectives.kernels.row_passes import Rows  # which only wires need
+
+    return Rows.of(blocks[1:], dtype, wire)
+
+
 def seconds_of_passes(
-    op: str, x: jax.Array, blocks: tuple[int, ...], n: int, way: str, format: "Format | None"
+    op: str, x: jax.Array, blocks: tuple[int, ...], n: int, way: str, format: "Format | Rows | None"
 ) -> float:
     """What passes take that quantise an operand and dequantise what comes, on the chip here.
 
@@ -324,7 +339,7 @@ def seconds_of_passes(
       blocks: as `wire_choice.settled`.
       n: devices.
       way: `GATHER` for a psum that gathers; else sums are by the exchange.
-      format: of `by_kernels`.
+      format: of `by_kernels`, or `rows_by_kernels`.
     """
     record, chip, k = catalogue.COLLECTIVES[op], chips.current(), blocks[0]
     if record.sums_everywhere and not gathers_terms(n, way):
@@ -333,11 +348,12 @@ def seconds_of_passes(
         everywhere = "gather" in record.phases and (record.sums_everywhere or not record.adds)
         passes = [(k, n * k if everywhere else k)]
     if format:
-        size = x.dtype.itemsize
-        each = (
-            (format.seconds_to_pack(p, size), format.seconds_to_unpack(u, size)) for p, u in passes
+        sizes = (x.dtype.itemsize, 4)  # of terms, and of their float32 sums
+        each = zip(passes, sizes, strict=False)
+        return sum(
+            format.seconds_to_pack(packed, size) + format.seconds_to_unpack(come, size)
+            for (packed, come), size in each
         )
-        return sum(map(sum, each))
     spread = 2 if op == "ragged_all_to_all" else 1 if tiles.are_whole(blocks[1:]) else 8
     numbers = sum(4 * packed + come for packed, come in passes) * math.prod(blocks[1:])
     return numbers * spread * chip.passed / chip.vector_rate

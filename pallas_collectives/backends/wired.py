@@ -47,7 +47,7 @@ from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.pallas import packed
 from pallas_collectives.backends.plans import How
 from pallas_collectives.backends.wire_choice import settled
-from pallas_collectives.backends.wire_ways import Move, by_kernels, gathers_terms
+from pallas_collectives.backends.wire_ways import Move, by_kernels, gathers_terms, rows_by_kernels
 from pallas_collectives.tiles import SUBLANES
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
@@ -128,6 +128,17 @@ class OnWire:
             come = exchange(sent, jnp.full(output.shape, -1, jnp.int16), tables, group, how=plain)
             numbers = lax.bitcast_convert_type(come, jnp.dtype(wire.dtype)).astype(output.dtype)
             return jnp.where(come == -1, output, numbers)
+        if format := rows_by_kernels(rows.shape, rows.dtype, wire, plain.backend):
+            from pallas_collectives.kernels import row_passes  # which other backends do not need
+
+            apart, onto = (x.reshape(-1, rows.shape[-1]) for x in (rows, output))
+            sent = row_passes.pack(apart, format, interpret=plain.interpret)
+            sent = sent.reshape(len(rows), -1, *sent.shape[2:])
+            blank = row_passes.blank(len(onto), format, interpret=plain.interpret)
+            blank = blank.reshape(len(output), *sent.shape[1:])
+            come = exchange(sent, blank, tables, group, how=plain).reshape(-1, *format.shape)
+            total = row_passes.unpack(come, onto, format, interpret=plain.interpret)
+            return total.reshape(output.shape)
         packed = wires.pack(*wires.quantize(rows, wire), cut=False)
         blank = jnp.full((len(output), *packed.shape[1:]), -1, jnp.int8)  # no scale is all ones
         come = exchange(packed, blank, tables, group, how=plain)
@@ -240,7 +251,8 @@ def _brought(
     if _in_one_pass(blocks, wire, move):
         come = _by_kernels(blocks, wire, move, dtype=dtype, adds=False)
         return come.reshape(-1, *blocks.shape[1:])
-    if format := by_kernels(blocks.shape, blocks.dtype, wire, move.how.backend):
+    format = by_kernels(blocks.shape, blocks.dtype, wire, move.how.backend, result=dtype)
+    if format:
         come = _by_passes(blocks, format, move, dtype, adds=False)
         return come.reshape(-1, *blocks.shape[1:])
     return wires.dequantize(*moved(wires.overflown(blocks, dtype), wire, move.at_once), dtype)

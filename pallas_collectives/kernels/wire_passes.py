@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
@@ -30,6 +31,8 @@ from pallas_collectives.annotations import DTypeLike, Interpret, Number, Ref
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.wire_format import Format, Place
 from pallas_collectives.tiles import LANES, SUBLANES
+
+_LEAST_NORMAL = np.int32(0x00800000)
 
 
 def pack(blocks: jax.Array, format: Format, dtype: DTypeLike, *, interpret: Interpret) -> jax.Array:
@@ -247,16 +250,11 @@ def _lost_kernel(*refs: Ref, format: Format, dtype: DTypeLike) -> None:
 
 @_each
 def _values_kernel(packed_ref: Ref, out_ref: Ref, format: Format) -> None:
-    def chunk(number: Number, _: None) -> None:
-        place = Place(format, number)
+    def move(place: Place, unit: Number) -> None:
+        stacked = pltpu.bitcast(packed_ref[place.packed(unit)], jnp.dtype(format.wire.dtype))
+        out_ref[place.unit(unit)] = _in_block(stacked, format)
 
-        def one(unit: Number, _: None) -> None:
-            stacked = pltpu.bitcast(packed_ref[place.packed(unit)], jnp.dtype(format.wire.dtype))
-            out_ref[place.unit(unit)] = _in_block(stacked, format)
-
-        lax.fori_loop(0, format.units, one, None, unroll=_together(format.units))
-
-    lax.fori_loop(0, format.chunks, chunk, None)
+    _each_place(format, move)
 
 
 def _add_kernel(
@@ -282,16 +280,11 @@ def _add_kernel(
 
     @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)
     def _() -> None:
-        def chunk(number: Number, _: None) -> None:
-            place = Place(format, number)
+        def move(place: Place, unit: Number) -> None:
+            total = total_ref[place.in_step(unit)].astype(out_ref.dtype)
+            out_ref[place.unit(unit)] = _in_block(total, format)
 
-            def one(unit: Number, _: None) -> None:
-                total = total_ref[place.in_step(unit)].astype(out_ref.dtype)
-                out_ref[place.unit(unit)] = _in_block(total, format)
-
-            lax.fori_loop(0, format.units, one, None, unroll=_together(format.units))
-
-        lax.fori_loop(0, format.chunks, chunk, None)
+        _each_place(format, move)
 
 
 def _largest(place: Place, read: Callable[[Place, Number], jax.Array]) -> jax.Array:
@@ -300,7 +293,7 @@ def _largest(place: Place, read: Callable[[Place, Number], jax.Array]) -> jax.Ar
     lane = lax.broadcasted_iota(jnp.int32, (SUBLANES, LANES), 1)
 
     def put(found: jax.Array, bits: jax.Array, first: Number) -> jax.Array:
-        most = jnp.max(lax.bitcast_convert_type(bits, jnp.float32), axis=1, keepdims=True)
+        most = largest_in_rows(bits)
         for k in range(len(most) // SUBLANES):
             rows = most[k * SUBLANES : (k + 1) * SUBLANES]
             found = jnp.where(lane == first + k, rows, found)
@@ -326,6 +319,16 @@ def _largest(place: Place, read: Callable[[Place, Number], jax.Array]) -> jax.Ar
     return lax.fori_loop(0, format.units // format.across, of_rows, found)
 
 
+def largest_in_rows(bits: jax.Array) -> jax.Array:
+    """float32 (rows, 1): the largest of `magnitudes`, at least the least normal number if any.
+
+    Units compare floats along lanes, and may take subnormal ones for 0; so their scales are the
+    same as of that number.
+    """
+    normal = jnp.where(bits == 0, 0, jnp.maximum(bits, _LEAST_NORMAL))
+    return jnp.max(lax.bitcast_convert_type(normal, jnp.float32), axis=1, keepdims=True)
+
+
 def _most(tiles: list[jax.Array]) -> jax.Array:
     return functools.reduce(jnp.maximum, map(wires.magnitudes, tiles))
 
@@ -340,6 +343,18 @@ def _in_block(numbers: jax.Array, format: Format) -> jax.Array:
     if format.turned:
         return numbers.T
     return jnp.concatenate(_tiles(numbers, 0, format.unit[0]), 1)
+
+
+def _each_place(format: Format, do: Callable[[Place, Number], None]) -> None:
+    """Calls do(place, unit) of each unit of a step."""
+
+    def chunk(number: Number, _: None) -> None:
+        def one(unit: Number, _: None) -> None:
+            do(Place(format, number), unit)
+
+        lax.fori_loop(0, format.units, one, None, unroll=_together(format.units))
+
+    lax.fori_loop(0, format.chunks, chunk, None)
 
 
 def _each_read(

@@ -15,7 +15,7 @@ import pallas_collectives as pc
 from pallas_collectives.errors import AlgorithmError, WireError
 from pallas_collectives.kernels import wire_passes
 from pallas_collectives.wires import Wire
-from wired_calls import BY_XLA, KINDS, data, run
+from wired_calls import BY_XLA, KINDS, data, ragged, run
 
 ROWS = Wire("int8", "row")
 COLUMNS = 300  # no multiple of 128: a row is a group whatever its length
@@ -162,3 +162,23 @@ def test_kernels_that_make_the_passes_have_the_bits_of_passes_of_xla(
     assert len(packed) >= 9, "one for each, another for the sums of a psum, one for the residue"
     for a, b in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.mark.parametrize("wire", [Wire("int8"), Wire("float8_e4m3fn", group="row")], ids=str)
+def test_ragged_rows_by_kernels_have_the_bits_of_xlas(wire: Wire) -> None:
+    n = 3
+    x = data(n, "heavy tails", rows=1, columns=2 * 1024).reshape(n, n, 2, 1024)
+    output = np.full((n, n + 2, *x.shape[2:]), 1 / 3, np.float32)
+
+    def program(x: jax.Array, output: jax.Array) -> Any:
+        def both(backend: str) -> Any:
+            how: Any = {"wire": wire, "wire_backward": wire, "backend": backend}
+            come, back = jax.vjp(lambda x, output: ragged(x, output, n, **how), x, output)
+            return come, back(come)
+
+        return both("pallas"), both("xla")
+
+    got, want = run(program, x, output, n=n, check_vma=False)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+        assert (a != 0).any()

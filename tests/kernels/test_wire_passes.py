@@ -14,22 +14,14 @@ from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
+from packed_rows import WIRES, numbers, on_one
 from pallas_collectives import wires
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import wire_passes
 from pallas_collectives.kernels.wire_format import Format
 from pallas_collectives.lowering import quantized
 from pallas_collectives.wires import Wire
-from wired_calls import run
 
-WIRES = [
-    Wire("int8"),
-    Wire("int8", group=256, scales="power of two"),
-    Wire("int8", group="row"),
-    Wire("float8_e4m3fn"),
-    Wire("float8_e5m2", group="row"),
-    Wire("float8_e4m3fn", group=256),
-]
 SHAPES = [
     (2, 128, 1024),  # turned, of one step
     (1, 32, 5120),  # several chunks side by side
@@ -39,22 +31,6 @@ SHAPES = [
     (2, 40, 4096),
     (2, 131072),
 ]
-
-
-def numbers(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Numbers of all sizes, with zeros, largest numbers, inf and NaN."""
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(shape[0], np.prod(shape[1:])))
-    x *= np.exp(4 * rng.normal(size=x.shape))
-    x[:, :512] = 0
-    x[0, 1100], x[0, 4097], x[-1, 5] = np.nan, -np.inf, -0.0
-    x[0, 8000:8128] = np.sign(x[0, 8000:8128]) * float(jnp.finfo(dtype).max)
-    with np.errstate(over="ignore"):
-        return jnp.asarray(x.astype(np.float32).astype(dtype)).reshape(shape)
-
-
-def on_one(fn: Any, *args: jax.Array, vma: bool = False) -> Any:
-    return jax.tree.map(lambda y: y[0], run(fn, *(x[None] for x in args), n=1, check_vma=vma))
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
@@ -148,6 +124,8 @@ def test_subnormal_numbers_arrive_or_count_as_zero() -> None:
     for wire in WIRES:
         got = on_one(lambda x, wire=wire: quantized._lost(x, wire=wire, how=how), x, vma=True)
         assert np.abs(np.asarray(got)).max() <= wires.LEAST_SCALE
+        _, scales = on_one(lambda x, wire=wire: quantized._moved(x, wire, how, jnp.array), x)
+        np.testing.assert_array_equal(scales, wires.quantize(x, wire)[1])
 
 
 def test_scales_of_other_groups_are_noticed() -> None:
@@ -188,9 +166,10 @@ def test_whole_programs_compile_for_tpus(generation: str) -> None:
         few = pc.psum(x[:8], "x", wire="int8", algorithm="exchange")
         return jax.grad(loss)(x), pc.psum(x, "x", **residue), few, apart
 
-    for dtype in ("bfloat16", "float32"):
+    for dtype in ("bfloat16", "float32", "float16"):  # the last is for XLA's passes
         x = jax.ShapeDtypeStruct((1024, 4096), dtype, sharding=jax.NamedSharding(on, P("x")))
         mapped = jax.shard_map(program, mesh=on, in_specs=P("x"), out_specs=P("x"), check_vma=False)
         text = jax.jit(mapped).lower(x).compile().as_text()
         names = set(re.findall(r"(wire_\w+)/pallas_call", text))
-        assert names == {f"wire_{name}" for name in ("pack", "unpack", "add", "values", "lost")}
+        kernels = {f"wire_{name}" for name in ("pack", "unpack", "add", "values", "lost")}
+        assert names == (set() if dtype == "float16" else kernels)

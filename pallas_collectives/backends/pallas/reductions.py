@@ -66,8 +66,9 @@ def requantized_scatter(
         split = x.reshape(*x.shape[:axis], group.size, *shape[axis:])
         x, along = _padded_blocks(jnp.moveaxis(split, axis, 0), codec), 0
     plan = algorithms.choose("reduce_scatter", how, x, group)
-    options = {"codec": codec, "result": result, "interpret": how.interpret}
-    return _unrows(algorithms.launch(plan, x, group, axis=along, op="sum", **options), shape, plan)
+    options = {"codec": codec, "result": wire_dtype(result, "sum", False)}
+    options |= {"axis": along, "op": "sum", "interpret": how.interpret}
+    return _unrows(algorithms.launch(plan, x, group, **options), shape, plan).astype(result)
 
 
 def requantized_reduce(blocks: jax.Array, group: Group, *, wire: Wire, how: How) -> jax.Array:

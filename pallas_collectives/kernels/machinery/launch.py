@@ -24,7 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.extend import core
-from jax.interpreters import mlir
+from jax.interpreters import batching, mlir
 from jax.sharding import PartitionSpec
 
 from pallas_collectives import _compat
@@ -304,11 +304,11 @@ def _lower_apart(ctx: Any, *operands: Any, call_jaxpr: core.ClosedJaxpr) -> Any:
 
 
 def _batch_apart(
-    operands: Sequence[jax.Array], dims: Sequence[int], *, call_jaxpr: core.ClosedJaxpr
+    operands: Sequence[jax.Array], dims: Sequence[int | None], *, call_jaxpr: core.ClosedJaxpr
 ) -> tuple[jax.Array, int]:
-    (operand,), (dim,) = operands, dims
-    each = functools.partial(_apart_p.bind, call_jaxpr=call_jaxpr)
-    return lax.map(each, jnp.moveaxis(operand, dim, 0)), 0
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    each = [batching.bdim_at_front(x, d, size) for x, d in zip(operands, dims, strict=True)]
+    return lax.map(lambda xs: _apart_p.bind(*xs, call_jaxpr=call_jaxpr), each), 0
 
 
 _compat.register(_apart_p, lowering=_lower_apart, batch_alone=_batch_apart)
