@@ -182,3 +182,11 @@ def test_ragged_rows_by_kernels_have_the_bits_of_xlas(wire: Wire) -> None:
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(a, b)
         assert (a != 0).any()
+
+
+@pytest.mark.parametrize("columns, taken", [(4096, True), (4224, False)])
+def test_ragged_rows_that_no_kernel_packs_are_left_as_they_are(columns: int, taken: bool) -> None:
+    over: Any = {"shape": (2048, columns), "dtype": "bfloat16", "devices": 4, "chip": "v5e"}
+    told = str(pc.explain("ragged_all_to_all", **over, wire="auto"))
+    assert ("auto takes int8" in told) is taken
+    assert ("XLA's passes lose" in told) is not taken
