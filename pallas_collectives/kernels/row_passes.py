@@ -52,7 +52,11 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, shape: tuple[int, ...], dtype: DTypeLike, wire: Wire) -> "Rows | None":
-        """The format of blocks (..., columns) of a dtype; None where kernels do not serve them."""
+        """The format of blocks (..., columns) of a dtype; None where kernels do not serve them.
+
+        A block is what one index of a ragged operand brings: a row, or under vmap one of each
+        element.
+        """
         columns = shape[-1]
         whole = columns % (_BYTES * LANES) == 0 and 0 < columns <= _WIDEST
         if not wire.scaled or jnp.dtype(dtype).name == "float16" or not whole:
@@ -100,10 +104,9 @@ class Rows(NamedTuple):
         return self._seconds(blocks, itemsize, narrow + (34 if self.parts == 1 else 24))
 
     def seconds_to_unpack(self, blocks: int, itemsize: int) -> float:
-        """As `seconds_to_pack`, and to fill what rows come to; those that stay are read."""
+        """As `seconds_to_pack`; rows that stay are read besides."""
         widen, _ = chips.current().narrowed[self.wire.dtype]
-        operations = widen + (20 if self.parts == 1 else 11)
-        return self._seconds(blocks, 2 * itemsize, operations) + self.seconds_to_fill(blocks)
+        return self._seconds(blocks, 2 * itemsize, widen + (20 if self.parts == 1 else 11))
 
     def seconds_to_fill(self, blocks: int) -> float:
         """What `blank` takes."""

@@ -165,22 +165,34 @@ class Format(NamedTuple):
         The operations of a number are fitted to the loops that the compiler makes of these kernels,
         to a tenth, or up to a third more.
         """
-        _, narrow = chips.current().narrowed[self.wire.dtype]
-        return self._seconds(blocks, itemsize, narrow + self._operations(itemsize, 12, 23, 20))
+        return self._seconds(blocks, itemsize, self.nbytes, self._to_pack(itemsize))
 
     def seconds_to_unpack(self, blocks: int, itemsize: int) -> float:
         """As `seconds_to_pack`; `added` takes as long."""
+        return self._seconds(blocks, itemsize, self.nbytes, self._to_unpack(itemsize))
+
+    def seconds_to_lose(self, blocks: int, itemsize: int, arrays: int) -> float:
+        """As `seconds_to_pack`: what `lost` takes of so many arrays."""
+        operations = self._to_pack(itemsize) + self._to_unpack(itemsize)
+        return self._seconds(blocks, (arrays + 1) * itemsize, 0, operations)
+
+    def _to_pack(self, itemsize: int) -> float:
+        _, narrow = chips.current().narrowed[self.wire.dtype]
+        return narrow + self._operations(itemsize, 12, 23, 20)
+
+    def _to_unpack(self, itemsize: int) -> float:
         widen, _ = chips.current().narrowed[self.wire.dtype]
-        return self._seconds(blocks, itemsize, widen + self._operations(itemsize, 4.5, 11, 12))
+        return widen + self._operations(itemsize, 4.5, 11, 12)
 
     def _operations(self, itemsize: int, turned: float, else_: float, along_lanes: float) -> float:
         if self.turned:
             return turned + chips.current().turned[itemsize > 2]
         return else_ + (along_lanes if self.parts == 1 else 0)
 
-    def _seconds(self, blocks: int, itemsize: int, operations: float) -> float:
+    def _seconds(self, blocks: int, itemsize: int, packed: int, operations: float) -> float:
+        """Seconds, of so many bytes and operations of a number, and bytes of a packed block."""
         chip, numbers = chips.current(), blocks * math.prod(self.block)
-        in_hbm = (numbers * itemsize + blocks * self.nbytes) / chip.hbm_bandwidth
+        in_hbm = (numbers * itemsize + blocks * packed) / chip.hbm_bandwidth
         in_core = numbers * operations / chip.vector_rate
         steps = blocks // self.together(blocks) * math.prod(self.grid)
         turns = -(-steps // chip.cores)  # the first waits for what comes, and the last for nothing

@@ -138,9 +138,7 @@ def lost(*blocks: jax.Array, format: Format, interpret: Interpret) -> jax.Array:
         scratch_shapes=[pltpu.VMEM((rows, LANES), jnp.int32)],
         compiler_params=_parallel(3),
         name="wire_lost",
-        seconds=sum(
-            f(k, dtype.itemsize) for f in (format.seconds_to_pack, format.seconds_to_unpack)
-        ),
+        seconds=format.seconds_to_lose(k, dtype.itemsize, len(blocks)),
         interpret=interpret,
     )
     return format.unseen(residue)

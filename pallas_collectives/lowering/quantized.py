@@ -148,7 +148,7 @@ def residue(
         if not are_sent or not groups.send(leaf):
             return _compat.as_varying(jnp.zeros_like(leaf), _compat.varying(leaf))
         lose = functools.partial(_lost, wire=wire.fixed, how=how)
-        each = [leaf] if given is leaf else [leaf, given]
+        each = [leaf] if given is leaf else [leaf, given]  # as where nothing is drawn
         return groups.over(lose, wire, *(lax.stop_gradient(jnp.asarray(x)) for x in each))
 
     return jax.tree.map(lost, x, given)

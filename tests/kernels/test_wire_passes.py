@@ -118,14 +118,13 @@ def test_what_is_left_to_passes_of_xla(shape: tuple[int, ...], dtype: Any, wire:
     assert Format.of(shape, dtype, wire) is None
 
 
-def test_subnormal_numbers_arrive_or_count_as_zero() -> None:
+def test_groups_of_subnormal_numbers_have_the_scales_of_passes_of_xla() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 64, 512)) * 1e-41, jnp.float32)
     how = How("pallas", interpret=True)
     for wire in WIRES:
-        got = on_one(lambda x, wire=wire: quantized._lost(x, wire=wire, how=how), x, vma=True)
-        assert np.abs(np.asarray(got)).max() <= wires.LEAST_SCALE
         _, scales = on_one(lambda x, wire=wire: quantized._moved(x, wire, how, jnp.array), x)
         np.testing.assert_array_equal(scales, wires.quantize(x, wire)[1])
+        assert (scales > 0).all()
 
 
 def test_scales_of_other_groups_are_noticed() -> None:
