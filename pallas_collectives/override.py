@@ -58,8 +58,9 @@ def override_lax(
     (`tuning.overlaps`), where ours would stop the core: permutes and ragged exchanges on all chips;
     gathers on v5e; gathers and sums on 7x; and on v4 gathers that XLA puts in CMEM. It keeps large
     gathers of float32, of which XLA sends half the bytes where products read them; sums whose
-    results a loop's turns only add up, which XLA runs once, behind the loop; and on v5e and v6e
-    sums by name of 4 to 32 MiB, which XLA has in VMEM. On GPUs it keeps gathers of weights with
+    results a loop's turns only add up, which XLA runs once, behind the loop; on v5e and v6e sums by
+    name of 4 to 32 MiB, which XLA has in VMEM; and what kernels cannot read as it lies and XLA
+    would pad or move for them (`backends.pallas.packing`). On GPUs it keeps gathers of weights with
     the sums of their gradients, `psum` and permutes, of 4 MiB and more: XLA runs these beside
     compute, and NCCL's calls of ours stop it. On v5p and v6e XLA would stop the core for them, and
     a SparseCore runs our kernels that move much data. Of gathers it runs those of weights, which

@@ -107,7 +107,7 @@ class OverrideReport:
             served = f"  {line.times} x {line.op}{nbytes} by {line.by}{stops}"
             lines.append(f"{served}{_each(line.times)}: {line.why}")
         lines += [f"  {line}" for line in self.wires]
-        lines += [f"  wire= for {name} was unused: no {name} was built" for name in self.unused]
+        lines += [f"  wire= for {name} was unused: no call has this name" for name in self.unused]
         if self.kept:
             names = ", ".join(self.kept)
             lines.append(f"  left to lax by only= or keep=, and not counted: {names}")
