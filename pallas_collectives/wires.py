@@ -430,12 +430,6 @@ def as_sent(x: jax.Array, wire: Wire, noise: jax.Array | None = None) -> jax.Arr
     return jnp.where(jnp.isfinite(x), kept, x).astype(x.dtype)
 
 
-def lost(x: jax.Array, given: jax.Array, wire: Wire) -> jax.Array:
-    """x less the term that a sum has of what is `given` to the wire for it."""
-    term = saturated(as_sent(given.astype(jnp.float32), wire), x.dtype, jnp.float32)
-    return (x.astype(jnp.float32) - term).astype(x.dtype)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def drawn(x: jax.Array, wire: Wire, noise: jax.Array) -> jax.Array:
     """x rounded stochastically to what its wire can send: sent to nearest, that arrives as it is.

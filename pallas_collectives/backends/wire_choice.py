@@ -87,8 +87,9 @@ def settled(
     if wire.optional and us is not None and way.us is not None and way.us >= us:
         note_left_out(op, wire, _no_quicker(way.us, us))
         return None, plain, NO_WAY
-    why = _small(x, wire) or _ragged(op, way, wire, how) or _linked(op, x, wire, group, how)
-    if us is None and why:
+    if us is None and (
+        why := _small(x, wire) or _ragged(op, way, wire, how) or _linked(op, x, wire, group, how)
+    ):
         note_left_out(op, wire, why)
         return None, plain, NO_WAY
     several = found if len(found) > 1 or way.algorithm else ()

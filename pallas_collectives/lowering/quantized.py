@@ -155,10 +155,12 @@ def residue(
 
 
 def _lost(own: jax.Array, *given: jax.Array, wire: Wire, how: How) -> jax.Array:
-    """Blocks (k, ...) less what arrives of them, or of those that are `given` instead."""
+    """Blocks (k, ...) less the terms that a sum has of them, or of those `given` instead."""
     format = by_kernels(own.shape, own.dtype, wire, how.backend)
     if format is None:
-        return wires.lost(own, given[0] if given else own, wire)
+        arrived = wires.as_sent((given[0] if given else own).astype(jnp.float32), wire)
+        term = wires.saturated(arrived, own.dtype, jnp.float32)
+        return (own.astype(jnp.float32) - term).astype(own.dtype)
     from pallas_collectives.kernels import wire_passes  # which only wires need
 
     return wire_passes.lost(own, *given, format=format, interpret=how.interpret).reshape(own.shape)
