@@ -165,19 +165,13 @@ class OnWire:
             sums = self._module.requantized_scatter(flatten(blocks), group, axis=0, **options)
         else:
             sums = _added(flatten(blocks), wire, self._move("exchange", group, plain), x.dtype)
-        return _unflat(sums, blocks.shape[1:], how).astype(x.dtype)
+        return out_of_blocks(sums, blocks.shape[1:], how).astype(x.dtype)
 
     def all_reduce(self, x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
         """The sum, everywhere."""
         assert op == "sum", "maxima have no wire"
         n = group.size
-
-        def cut(x: jax.Array) -> jax.Array:
-            flat = _flat(x[None], how, n)[0]
-            unit = n * (_whole(how) if flat.ndim == 1 else 1)  # no group lies in two blocks
-            padding = [(0, -len(flat) % unit), *[(0, 0)] * (flat.ndim - 1)]
-            return jnp.pad(flat, padding).reshape(n, -1, *flat.shape[1:])
-
+        cut = functools.partial(in_blocks, how=how, n=n)
         wire, plain, way = settled("all_reduce", x, jax.eval_shape(cut, x).shape, group, how)
         if wire is None or not wire.scaled:
             return self._module.all_reduce(_cast(x, wire), group, op=op, how=plain).astype(x.dtype)
@@ -192,7 +186,7 @@ class OnWire:
             whole = _added(blocks.reshape(1, -1, *blocks.shape[2:]), wire, gather, x.dtype)
         else:
             whole = _reduced(blocks, wire, self._move("exchange", group, plain), gather)
-        return _unflat(whole, x.shape, how)
+        return out_of_blocks(whole, x.shape, how)
 
     def _move(self, op: str, group: Group, how: How, perm: Sequence[tuple[int, int]] = ()) -> Move:
         """A gather or exchange of blocks, or a permute."""
@@ -306,6 +300,14 @@ def _term(values: jax.Array, scales: jax.Array, number: Number) -> jax.Array:
     )
 
 
+def in_blocks(x: jax.Array, how: How, n: int) -> jax.Array:
+    """An operand of a sum, of any shape, as n blocks of whole groups, with padding behind it."""
+    flat = _flat(x[None], how, n)[0]
+    unit = n * (_whole(how) if flat.ndim == 1 else 1)
+    padding = [(0, -len(flat) % unit), *[(0, 0)] * (flat.ndim - 1)]
+    return jnp.pad(flat, padding).reshape(n, -1, *flat.shape[1:])
+
+
 def _flat(blocks: jax.Array, how: How, cut: int = 1) -> jax.Array:
     """(k, *block) -> (k, numbers), in which sums are quantised; (k, rows, columns) by rows.
 
@@ -323,7 +325,7 @@ def _flat(blocks: jax.Array, how: How, cut: int = 1) -> jax.Array:
     return jnp.pad(apart, ((0, 0), (0, 0), (0, padding))).reshape(len(blocks), -1)
 
 
-def _unflat(flat: jax.Array, shape: tuple[int, ...], how: How) -> jax.Array:
+def out_of_blocks(flat: jax.Array, shape: tuple[int, ...], how: How) -> jax.Array:
     """What `_flat` makes of one block, and perhaps padding behind it, in the block's shape."""
     numbers, elements = math.prod(shape), math.prod(shape[: how.mapped])
     if flat.size == numbers:

@@ -18,9 +18,8 @@ Those that gather, exchange, permute or sum floats can send narrower numbers (se
 * `wire_backward`: that of derivatives, which pass straight through rounding; None for full numbers;
 * `dequantize`: False to have (values, scales) of what comes, for a product of quantised numbers;
   they have no derivative: gradients through them are zero;
-* `return_residue`: True to have (sum, residue): what this device's own term has lost, to be added
-  to its next one (error feedback). A psum of three or more devices quantises its sums once more,
-  which is in no residue: `algorithm="gather"` does not, nor does a psum_scatter.
+* `return_residue`: True to have (sum, residue): what this device has lost, of its own term and of
+  what it added up for all, to be added to its next term (error feedback).
 
 Semantics are lax's own: its function runs, with our primitives in place of its collectives (see
 `lowering.primitives`). The checks are for mistakes that lax reports later, or less clearly.

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec
 import jax
 import numpy as np
 
-from pallas_collectives import validation
+from pallas_collectives import validation, wires
 from pallas_collectives.backends import choice
 from pallas_collectives.errors import WireError
 from pallas_collectives.lowering import primitives, quantized
@@ -67,8 +67,8 @@ def psum_scatter(
       >>> jax.vmap(lambda x: pc.psum_scatter(x, "x"), axis_name="x")(jnp.ones((4, 4)))
       Array([4., 4., 4., 4.], dtype=float32)
     """
-    wires: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **wires)
+    over: Any = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **over)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -243,8 +243,19 @@ def _reduce(
         validation.check_ordered(name, x, how.backend)
     reduce = getattr(LAX, name)
     wire, over = wishes.get("wire"), (axis_name, groups, quantized.FLAT)
-    given = quantized.sent(x, wire, *over)
-    sums = primitives.with_twins(
-        how, lambda x: reduce(x, axis_name, axis_index_groups=groups), given
-    )
-    return (sums, quantized.residue(x, given, wire, *over, how)) if return_residue else sums
+
+    def at_once(x: Any) -> tuple[Any, Any]:
+        given = quantized.sent(x, wire, *over)
+        sums = primitives.with_twins(
+            how, lambda x: reduce(x, axis_name, axis_index_groups=groups), given
+        )
+        return sums, quantized.residue(x, given, wire, *over, how) if return_residue else None
+
+    averaged = None
+    if how.once:
+        from pallas_collectives.collectives.averaged import Averaged  # which other sums do not need
+
+        asked = {"mean": name == "pmean", "residues": return_residue}
+        averaged = Averaged.of(axis_name, groups, wires.named(wire), how, **asked)
+    sums, residues = averaged.sums(x, at_once) if averaged else at_once(x)
+    return (sums, residues) if return_residue else sums

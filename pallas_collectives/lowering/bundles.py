@@ -6,6 +6,7 @@ cannot look into ours. So the lowering of a reduction bundles its small arrays, 
 does not, so that each array keeps its own batching and derivative.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,9 +23,11 @@ BUNDLE_BYTES = 1 << 20
 
 
 def reduced(
-    reduce: Callable[[jax.Array], jax.Array], xs: Sequence[jax.Array], how: How, axes: Sequence[Any]
-) -> list[jax.Array]:
+    reduce: Callable[[jax.Array], Any], xs: Sequence[jax.Array], how: How, axes: Sequence[Any]
+) -> list[Any]:
     """`reduce` of each array, elementwise; small ones together, one call a bundle.
+
+    What it gives may be a tree of arrays of one shape.
 
     Nothing is bundled if lax serves, because XLA merges those, but none over a wire; if arrays are
     vmap's, or lose dimensions (numbers among `axes`); or if the caller wants each in VMEM, which
@@ -33,17 +36,21 @@ def reduced(
     apart = how.backend == "xla" and how.wire is None
     apart = apart or how.mapped > 0 or str(how.algorithm).endswith(":vmem")
     apart = apart or len(validation.named(axes)) < len(axes)
-    results: dict[int, jax.Array] = {}
+    results: dict[int, Any] = {}
     for members in [[i] for i in range(len(xs))] if apart else _bundles(xs):
         if len(members) == 1:
             results[members[0]] = reduce(xs[members[0]])
             continue
         flat = [_whole_groups(xs[i].reshape(-1), how) for i in members]
         joined = reduce(jnp.concatenate(flat))
-        ends = np.cumsum([x.size for x in flat])
-        for i, part in zip(members, jnp.split(joined, ends[:-1]), strict=True):
-            results[i] = part[: xs[i].size].reshape(xs[i].shape)
+        begins = np.cumsum([0, *(x.size for x in flat)])
+        for i, begin in zip(members, begins, strict=False):
+            results[i] = jax.tree.map(functools.partial(_part, begin=begin, like=xs[i]), joined)
     return [results[i] for i in range(len(xs))]
+
+
+def _part(joined: jax.Array, begin: int, like: jax.Array) -> jax.Array:
+    return joined[begin : begin + like.size].reshape(like.shape)
 
 
 def _whole_groups(x: jax.Array, how: How) -> jax.Array:

@@ -72,10 +72,10 @@ def sent(
     """What a tree's arrays are where they set out: drawn, if the wire rounds stochastically.
 
     Raises:
-      WireError: the wire draws for terms that are added up before they are sent (see `_are_sent`).
+      WireError: the wire draws for terms that are added up before they are sent (see `are_sent`).
     """
     wire = wires.named(wire)
-    if wire is None or wire.key is None or not _are_sent(axis_name, index_groups, groups):
+    if wire is None or wire.key is None or not are_sent(axis_name, index_groups, groups):
         return x
     key = wire.key
     for axis in validation.named(axis_name):
@@ -90,7 +90,7 @@ def sent(
     return jax.tree.unflatten(tree, drawn)
 
 
-def _are_sent(axis_name: AxisName, index_groups: IndexGroups, groups: Groups) -> bool:
+def are_sent(axis_name: AxisName, index_groups: IndexGroups, groups: Groups) -> bool:
     """Whether a collective sends anything: from device to device, not within one.
 
     Raises:
@@ -134,18 +134,18 @@ def residue(
     That is nothing where nothing is sent.
 
     Raises:
-      WireError: there is no wire, or one that may be left out; or see `_are_sent`.
+      WireError: there is no wire, or one that may be left out; or see `are_sent`.
     """
     named = wires.named(wire)
     if named is None or named.optional:
         rule = "a residue needs a wire" + ("" if named is None else ", and this one is optional")
         raise WireError(f"return_residue=True with wire={wire!r}", rule, "write wire='int8'")
     wire = named
-    are_sent = _are_sent(axis_name, index_groups, groups)
+    travels = are_sent(axis_name, index_groups, groups)
 
     def lost(leaf: Any, given: Any) -> jax.Array:
         wires.check(wire, jnp.asarray(leaf).dtype, "a residue")
-        if not are_sent or not groups.send(leaf):
+        if not travels or not groups.send(leaf):
             return _compat.as_varying(jnp.zeros_like(leaf), _compat.varying(leaf))
         lose = functools.partial(_lost, wire=wire.fixed, how=how)
         each = [leaf] if given is leaf else [leaf, given]  # as where nothing is drawn
