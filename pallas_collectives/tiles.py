@@ -6,9 +6,12 @@ rows in any other takes 7 to 17 times as long on v5e.
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from pallas_collectives.annotations import Number
 
 SUBLANES, LANES = 8, 128
 
@@ -30,6 +33,13 @@ def in_rows(x: jax.Array) -> jax.Array:
     """The inverse of `in_tiles`."""
     *lead, rows, columns, _, _ = x.shape
     return jnp.swapaxes(x, -2, -3).reshape(*lead, rows * SUBLANES, columns * LANES)
+
+
+def number(row: Number, column: Number, columns: int) -> Any:
+    """The place, in the order of tiles, of what is in a row and column of whole tiles."""
+    down, along = (size.bit_length() - 1 for size in (SUBLANES, LANES))
+    tile = (row >> down) * (columns >> along) + (column >> along)
+    return (((tile << down) + (row & SUBLANES - 1)) << along) + (column & LANES - 1)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,10 @@ import pytest
 
 import pallas_collectives as pc
 from pallas_collectives import wires
+from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import DtypeError, WireError
 from pallas_collectives.kernels.torus import shares
+from pallas_collectives.lowering import quantized
 from pallas_collectives.wires import Wire
 
 SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -130,7 +132,8 @@ def test_stochastic_rounding_is_unbiased_and_takes_either_neighbour(dtype: str) 
     x = jnp.asarray(data("normal", rows=1)[:, :256])
     wire, draws = Wire(dtype, rounding="stochastic", key=jax.random.key(0)), 2000
     keys = jax.random.split(jax.random.key(3), draws)
-    drawn = jax.vmap(lambda key: wires.as_sent(x, wire, jax.random.uniform(key, x.shape)))(keys)
+    words = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys).astype(jnp.int32)
+    drawn = jax.vmap(lambda two: wires.as_sent(x, wire, wires.noise_of(two, x.shape)))(words)
     drawn = np.asarray(drawn, np.float64)
     if wire.scaled:
         scales = wires.quantize(x, wire)[1]
@@ -145,12 +148,33 @@ def test_stochastic_rounding_is_unbiased_and_takes_either_neighbour(dtype: str) 
     assert len({row.tobytes() for row in drawn[:10]}) == 10
 
 
-def test_what_is_drawn_is_on_the_wires_grid_and_passes_gradients_straight() -> None:
-    x = jnp.asarray(data("normal"))
-    wire, noise = Wire("int8"), jax.random.uniform(jax.random.key(1), x.shape)
-    drawn = wires.drawn(x, wire, noise)
+@pytest.mark.parametrize("shape", [(64, 1024), (61, 1000)], ids=str)
+def test_noise_is_uniform_and_independent(shape: tuple[int, ...]) -> None:
+    """Of neighbours along rows and columns, of keys, and of keys with one word alike."""
+    keys = [(0, 0), (0, 1), (1, 0), (12345, -7), (-7, 12345)]
+    each = [np.asarray(wires.noise_of(key, shape), np.float64) for key in keys]
+    size = each[0].size
+    for noise in each:
+        assert ((noise >= 0) & (noise < 1)).all()
+        counts = np.histogram(noise, 64, (0, 1))[0]
+        assert ((counts - size / 64) ** 2).sum() / (size / 64) < 63 + 5 * np.sqrt(2 * 63)
+    pairs = [(a, b) for i, a in enumerate(each) for b in each[:i]]
+    pairs += [(noise[:, step:], noise[:, :-step]) for noise in each for step in (1, 128)]
+    pairs += [(noise[step:], noise[:-step]) for noise in each for step in (1, 8)]
+    for a, b in pairs:
+        correlation = ((a - 0.5) * (b - 0.5)).mean() * 12
+        assert abs(correlation) < 5 / np.sqrt(a.size)
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 256), (1, 3, 200)], ids=str)
+def test_what_is_drawn_is_on_the_wires_grid_and_passes_gradients_straight(
+    shape: tuple[int, ...],
+) -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=shape).astype(np.float32))
+    wire, how, words = Wire("int8"), How("xla"), jnp.array([3, -4], jnp.int32)
+    drawn = quantized.drawn(x, words, wire, how)
     np.testing.assert_allclose(wires.as_sent(drawn, wire), drawn, rtol=3e-7)
-    gradient = jax.grad(lambda x: (wires.drawn(x, wire, noise) ** 2).sum())(x)
+    gradient = jax.grad(lambda x: (quantized.drawn(x, words, wire, how) ** 2).sum())(x)
     np.testing.assert_array_equal(gradient, 2 * drawn)
 
 

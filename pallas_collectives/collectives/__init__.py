@@ -110,7 +110,7 @@ def all_gather(
     validation.check_gathered(axis, x, tiled)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
     how = choice.asked(how, x, adds=False)
-    given = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE)
+    given = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE, how)
     validation.check_flag("dequantize", dequantize)
     if not dequantize:
         narrow = quantized.checked(wire, wire_backward, order)
@@ -174,7 +174,7 @@ def all_to_all(
 
     n = validation.devices_of(axis_name, axis_index_groups)
     groups = quantized.Groups(split_axis, n)
-    given = quantized.sent(x, wire, axis_name, axis_index_groups, groups)
+    given = quantized.sent(x, wire, axis_name, axis_index_groups, groups, how)
     validation.check_flag("dequantize", dequantize)
     if not dequantize:
         narrow = quantized.checked(wire, wire_backward)
@@ -269,7 +269,7 @@ def ragged_all_to_all(
     exchange = functools.partial(LAX.ragged_all_to_all, **options)
     validation.check_flag("dequantize", dequantize)
     rows = quantized.Groups(0, np.shape(operand)[0], flat=bool(dequantize))
-    given = quantized.sent(operand, wire, axis_name, axis_index_groups, rows)
+    given = quantized.sent(operand, wire, axis_name, axis_index_groups, rows, how)
     if not dequantize:
         narrow = quantized.checked(wire, wire_backward)
         by: dict[str, Any] = {**slices, **options, "backend": backend, "algorithm": algorithm}
@@ -317,7 +317,7 @@ def ppermute(
     how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
-    given = quantized.sent(x, wire, axis_name, None, quantized.WHOLE)
+    given = quantized.sent(x, wire, axis_name, None, quantized.WHOLE, how)
     validation.check_flag("dequantize", dequantize)
     if not dequantize:
         narrow = quantized.checked(wire, wire_backward)
@@ -352,7 +352,7 @@ def pshuffle(
     if dequantize is not True:
         by: dict[str, Any] = {**over, "backend": backend, "algorithm": algorithm}
         return ppermute(x, axis_name, pairs, dequantize=dequantize, **by)
-    given = quantized.sent(x, wire, axis_name, None, quantized.WHOLE)
+    given = quantized.sent(x, wire, axis_name, None, quantized.WHOLE, how)
     return primitives.with_twins(how, lambda x: LAX.pshuffle(x, axis_name, perm), given)
 
 
@@ -384,7 +384,7 @@ def pswapaxes(
         return all_to_all(x, axis_name, axis, axis, dequantize=dequantize, **by)
     n = validation.devices_of(axis_name, axis_index_groups)
     groups = quantized.Groups(axis, n)
-    given = quantized.sent(x, wire, axis_name, axis_index_groups, groups)
+    given = quantized.sent(x, wire, axis_name, axis_index_groups, groups, how)
     return primitives.with_twins(how, lambda x: LAX.pswapaxes(x, axis_name, axis, **options), given)
 
 
@@ -418,7 +418,7 @@ def pbroadcast(
 
     if wire is wire_backward is None or devices == 1:
         return move(how, x)
-    given = jax.tree.map(jnp.asarray, quantized.sent(x, wire, axis_name, None, quantized.WHOLE))
+    given = quantized.sent(x, wire, axis_name, None, quantized.WHOLE, how)
     tangents = functools.partial(move, dataclasses.replace(over, wire=None))
     ways: dict[str, Any] = {
         "how": how,
@@ -426,4 +426,4 @@ def pbroadcast(
         "derivative": tangents,
     }
     each = functools.partial(quantized.broadcast, wire=over.wire, **ways)
-    return jax.tree.map(each, given)
+    return jax.tree.map(lambda leaf: each(jnp.asarray(leaf)), given)

@@ -76,7 +76,8 @@ class Averaged(NamedTuple):
 
         found = dict(zip(sent, bundles.reduced(reduced, arrays, self.how, ()), strict=True))
         both = [found.get(i) or otherwise(leaf) for i, leaf in enumerate(leaves)]
-        return tuple(tree.unflatten([pair[i] for pair in both]) for i in range(2))
+        totals, residues = ([pair[i] for pair in both] for i in range(2))
+        return jax.tree.unflatten(tree, totals), jax.tree.unflatten(tree, residues)
 
     def _sends(self, leaf: Any) -> bool:
         sent = quantized.FLAT.send(leaf) and not validation.symbols([leaf])
@@ -131,7 +132,7 @@ class Averaged(NamedTuple):
         if key is not None:
             wire = dataclasses.replace(wire, key=jax.random.fold_in(key, number))
         over = wire, self.axis_name, self.groups, groups
-        given = quantized.sent(x, *over)
+        given = quantized.sent(x, *over, how)
         got = primitives.with_twins(
             how,
             lambda x: by_lax(x, self.axis_name, axis_index_groups=self.groups, **options),

@@ -67,8 +67,8 @@ def psum_scatter(
       >>> jax.vmap(lambda x: pc.psum_scatter(x, "x"), axis_name="x")(jnp.ones((4, 4)))
       Array([4., 4., 4., 4.], dtype=float32)
     """
-    over: Any = {"wire": wire, "wire_backward": wire_backward}
-    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **over)
+    both: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
+    how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **both)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -83,7 +83,7 @@ def psum_scatter(
     how = dataclasses.replace(choice.asked(how, x, adds=True), once=how.once or return_residue)
     devices = validation.devices_of(axis_name, axis_index_groups)
     over = axis_name, axis_index_groups, quantized.Groups(scatter_dimension, devices, flat=True)
-    given = quantized.sent(x, wire, *over)
+    given = quantized.sent(x, wire, *over, how)
     sums = primitives.with_twins(how, lambda x: jax.tree.map(scatter, x), given)
     return (sums, quantized.residue(x, given, wire, *over, how)) if return_residue else sums
 
@@ -245,7 +245,7 @@ def _reduce(
     wire, over = wishes.get("wire"), (axis_name, groups, quantized.FLAT)
 
     def at_once(x: Any) -> tuple[Any, Any]:
-        given = quantized.sent(x, wire, *over)
+        given = quantized.sent(x, wire, *over, how)
         sums = primitives.with_twins(
             how, lambda x: reduce(x, axis_name, axis_index_groups=groups), given
         )

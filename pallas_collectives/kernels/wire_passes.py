@@ -8,6 +8,7 @@ they travel, in the order in which they lie:
     unpack   the inverse, in a dtype
     added    the sum of the blocks that come, in their order
     lost     blocks less what arrives of them
+    drawn    blocks rounded at random to what arrives as it is
 
 Values and scales are those of `wires`, bit by bit; `wire_format` says where they are. Blocks of too
 few numbers, or of no whole tiles, are for XLA's passes (`Format.of`), and so is float16, which
@@ -26,7 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_collectives import wires
+from pallas_collectives import tiles, wires
 from pallas_collectives.annotations import DTypeLike, Interpret, Number, Ref
 from pallas_collectives.kernels.machinery import launch
 from pallas_collectives.kernels.wire_format import Format, Place
@@ -144,6 +145,29 @@ def lost(*blocks: jax.Array, format: Format, interpret: Interpret) -> jax.Array:
     return format.unseen(residue)
 
 
+def drawn(
+    blocks: jax.Array, words: jax.Array, format: Format, *, interpret: Interpret
+) -> jax.Array:
+    """(k * rows, columns): blocks (k, ...) rounded with `wires.noise_of` these key words."""
+    k, dtype = len(blocks), blocks.dtype
+    rows = format.chunks * format.chunk_rows
+    arrived = launch.apart(
+        functools.partial(_drawn_kernel, format=format, dtype=dtype),
+        words,
+        format.seen(blocks),
+        grid=(k // format.together(k), *format.grid),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), _numbers(format, k)],
+        out_specs=_numbers(format, k),
+        out_shape=jax.ShapeDtypeStruct((k, *format.block), dtype),
+        scratch_shapes=[pltpu.VMEM((rows, LANES), jnp.int32)],
+        compiler_params=_parallel(3),
+        name="wire_drawn",
+        seconds=format.seconds_to_draw(k, dtype.itemsize),
+        interpret=interpret,
+    )
+    return format.unseen(arrived)
+
+
 def _parallel(dimensions: int) -> pltpu.CompilerParams:
     """So many of the grid's three can be shared by a device's cores."""
     semantics: Any = ("parallel",) * dimensions + ("arbitrary",) * (3 - dimensions)
@@ -182,7 +206,15 @@ def _pack_kernel(numbers_ref: Ref, packed_ref: Ref, format: Format, dtype: DType
     _pack_block(numbers_ref, packed_ref, format, dtype)
 
 
-def _pack_block(numbers_ref: Ref, packed_ref: Ref, format: Format, dtype: DTypeLike) -> None:
+def _pack_block(
+    numbers_ref: Ref,
+    packed_ref: Ref,
+    format: Format,
+    dtype: DTypeLike,
+    noise: Callable[[Place, Number], jax.Array] | None = None,
+) -> None:
+    """noise: that of a unit in the order of the wire, to round at random."""
+
     def read(place: Place, unit: Number) -> jax.Array:
         """In the order of the wire: (numbers / 128, 128)."""
         numbers = numbers_ref[place.unit(unit)]
@@ -190,7 +222,8 @@ def _pack_block(numbers_ref: Ref, packed_ref: Ref, format: Format, dtype: DTypeL
         return wires.overflown(ordered, dtype).astype(jnp.float32)
 
     def write(place: Place, unit: Number, numbers: jax.Array, inverses: jax.Array) -> None:
-        values = wires.rounded(numbers, inverses, format.wire)
+        drawn = noise and noise(place, unit)
+        values = wires.rounded(numbers, inverses, format.wire, drawn)
         packed_ref[place.packed(unit)] = pltpu.bitcast(values, jnp.int32)
 
     def of_turned(place: Place) -> jax.Array:
@@ -246,6 +279,46 @@ def _lost_kernel(*refs: Ref, format: Format, dtype: DTypeLike) -> None:
     lax.fori_loop(0, out_ref.shape[0], one, None)
 
 
+def _drawn_kernel(
+    words_ref: Ref,  # (2,) of the key, in SMEM
+    numbers_ref: Ref,
+    out_ref: Ref,
+    packed_ref: Ref,  # one block as it travels
+    format: Format,
+    dtype: DTypeLike,
+) -> None:
+    words, first = (words_ref[0], words_ref[1]), pl.program_id(0) * out_ref.shape[0]
+    down, along = (pl.program_id(axis) * format.step[axis - 1] for axis in (1, 2))
+
+    def one(block: Number, _: None) -> None:
+        def noise(place: Place, unit: Number) -> jax.Array:
+            row, column = place.begins(unit)
+            row += down + (first + block) * format.block[0]
+            return wires.noise_at(words, _numbers_of(row, column + along, format))
+
+        def take(place: Place, unit: Number, numbers: jax.Array) -> None:
+            arrived = wires.saturated(numbers, dtype)
+            out_ref[block, *place.unit(unit)] = _in_block(arrived, format)
+
+        _pack_block(numbers_ref.at[block], packed_ref, format, dtype, noise)
+        _each_read(packed_ref, format, take)
+
+    lax.fori_loop(0, out_ref.shape[0], one, None)
+
+
+def _numbers_of(row: Number, column: Number, format: Format) -> jax.Array:
+    """The places, in the order of tiles, of a unit's numbers in the order of the wire.
+
+    A unit begins with a tile, so that places within it are added to that of the tile.
+    """
+    (high, wide), columns = format.unit, format.block[1]
+    shape = (wide, high) if format.turned else (high, LANES)
+    rows, lanes = (lax.broadcasted_iota(jnp.int32, shape, axis ^ format.turned) for axis in (0, 1))
+    parts = range(0, LANES if format.turned else wide, LANES)
+    within = [tiles.number(rows, lanes + first, columns) for first in parts]
+    return jnp.concatenate(within, 0) + tiles.number(row, column, columns)
+
+
 @_each
 def _values_kernel(packed_ref: Ref, out_ref: Ref, format: Format) -> None:
     def move(place: Place, unit: Number) -> None:
@@ -298,8 +371,8 @@ def _largest(place: Place, read: Callable[[Place, Number], jax.Array]) -> jax.Ar
         return found
 
     def of_groups(unit: Number, found: jax.Array) -> jax.Array:
-        tiles = _tiles(read(place, unit), 0, format.unit[0])
-        groups = (tiles[k : k + format.parts] for k in range(0, len(tiles), format.parts))
+        parts = _tiles(read(place, unit), 0, format.unit[0])
+        groups = (parts[k : k + format.parts] for k in range(0, len(parts), format.parts))
         return put(found, jnp.concatenate([*map(_most, groups)], 0), unit * format.lanes)
 
     def of_rows(row: Number, found: jax.Array) -> jax.Array:
@@ -327,8 +400,8 @@ def largest_in_rows(bits: jax.Array) -> jax.Array:
     return jnp.max(lax.bitcast_convert_type(normal, jnp.float32), axis=1, keepdims=True)
 
 
-def _most(tiles: list[jax.Array]) -> jax.Array:
-    return functools.reduce(jnp.maximum, map(wires.magnitudes, tiles))
+def _most(parts: list[jax.Array]) -> jax.Array:
+    return functools.reduce(jnp.maximum, map(wires.magnitudes, parts))
 
 
 def _tiles(numbers: jax.Array, axis: int, each: int = LANES) -> list[jax.Array]:

@@ -67,7 +67,7 @@ WHOLE, FLAT = Groups(), Groups(flat=True, folds=True)
 
 
 def sent(
-    x: Any, wire: WireLike, axis_name: AxisName, index_groups: IndexGroups, groups: Groups
+    x: Any, wire: WireLike, axis_name: AxisName, index_groups: IndexGroups, groups: Groups, how: How
 ) -> Any:
     """What a tree's arrays are where they set out: drawn, if the wire rounds stochastically.
 
@@ -81,13 +81,13 @@ def sent(
     for axis in validation.named(axis_name):
         key = jax.random.fold_in(key, lax.axis_index(axis))
     leaves, tree = jax.tree.flatten(x)
-    drawn = [
-        _drawn(jnp.asarray(leaf), wire, jax.random.fold_in(key, i), groups)
+    given = [
+        _drawn(jnp.asarray(leaf), wire, jax.random.fold_in(key, i), groups, how)
         if groups.send(leaf)
         else leaf
         for i, leaf in enumerate(leaves)
     ]
-    return jax.tree.unflatten(tree, drawn)
+    return jax.tree.unflatten(tree, given)
 
 
 def are_sent(axis_name: AxisName, index_groups: IndexGroups, groups: Groups) -> bool:
@@ -109,15 +109,41 @@ def are_sent(axis_name: AxisName, index_groups: IndexGroups, groups: Groups) -> 
     return True
 
 
-def _drawn(x: jax.Array, wire: Wire, key: jax.Array, groups: Groups) -> jax.Array:
+def _drawn(x: jax.Array, wire: Wire, key: jax.Array, groups: Groups, how: How) -> jax.Array:
     if wires.obstacle(wire, x.dtype):
         return x  # an error where the collective is bound, or left out there
+    bits = jax.random.bits(key, (2,), jnp.uint32)
+    words = lax.bitcast_convert_type(bits, jnp.int32)
+    return groups.over(lambda rows: drawn(rows, words, wire.fixed, how), wire, x)
 
-    def draw(rows: jax.Array) -> jax.Array:
-        noise = jax.random.uniform(key, rows.shape)
-        return wires.drawn(rows, wire.fixed, noise)
 
-    return groups.over(draw, wire, x)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(2, 3))
+def drawn(x: jax.Array, words: jax.Array, wire: Wire, how: How) -> jax.Array:
+    """Blocks (k, ...) rounded at random to what their wire can send: that arrives as it is.
+
+    Its derivative is that of x: straight through.
+
+    Args:
+      x: the blocks.
+      words: two int32, of the key.
+      wire: the wire.
+      how: what serves.
+    """
+    if format := by_kernels(x.shape, x.dtype, wire, how.backend):
+        from pallas_collectives.kernels import wire_passes  # which only wires need
+
+        return wire_passes.drawn(x, words, format, interpret=how.interpret).reshape(x.shape)
+    group = wire.group
+    of_groups = x.ndim == 2 and isinstance(group, int) and x.shape[1] % group == 0
+    rows = x.reshape(len(x), -1, group) if of_groups else x  # as kernels have them
+    return wires.as_sent(rows, wire, wires.noise_of(words, rows.shape)).reshape(x.shape)
+
+
+@drawn.defjvp
+def _drawn_jvp(
+    wire: Wire, how: How, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return drawn(*primals, wire, how), tangents[0]
 
 
 def residue(

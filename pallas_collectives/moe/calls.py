@@ -92,7 +92,7 @@ def dispatch(
     """
     ways = _wire(axis_name, axis_index_groups, backend, algorithm, wire, wire_backward)
     sizes = _sizes(x, experts, num_experts, rows, exchange, ways)
-    x = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE)
+    x = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE, ways.how)
     found, visitors = plans.with_visitors(x, experts, sizes, ways)
     return linear.gather_sum(visitors, found.visitors[:, None], found.rows), found
 
@@ -154,7 +154,7 @@ def combine(
     weighed = y.astype(linear.wide(y.dtype)) * of_rows[:, None]
     answers = linear.gather_sum(weighed, plan.rows, plan.visitors[:, None])
     answers = quantized.sent(
-        answers.astype(y.dtype), wire, axis_name, axis_index_groups, quantized.WHOLE
+        answers.astype(y.dtype), wire, axis_name, axis_index_groups, quantized.WHOLE, ways.how
     )
     return ways.back(answers, plan.tables, sizes)
 

@@ -36,6 +36,24 @@ SHAPES = [
 @pytest.mark.parametrize("wire", WIRES, ids=str)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_draws_have_the_bits_of_passes_of_xla(
+    shape: tuple[int, ...], dtype: Any, wire: Wire
+) -> None:
+    x, words = numbers(shape, dtype), jnp.array([123456789, -987654321], jnp.int32)
+
+    def by_both(x: jax.Array, words: jax.Array) -> Any:
+        ways = How("pallas", interpret=True), How("xla")
+        return [quantized.drawn(x, words, wire, how).astype(jnp.float32) for how in ways]
+
+    got, want = on_one(by_both, x, words)
+    np.testing.assert_array_equal(got, want)
+    nearest = jax.jit(functools.partial(wires.as_sent, wire=wire))(x)
+    assert (np.asarray(got) != np.asarray(nearest)).mean() > 0.01
+
+
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_the_bits_are_those_of_passes_of_xla(
     shape: tuple[int, ...], dtype: Any, wire: Wire
 ) -> None:
