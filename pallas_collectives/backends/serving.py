@@ -121,6 +121,8 @@ def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool
         return why or overlaps.counted_by_xla_on_gpus(name, brought), bool(why)
     if why := overlaps.by_xla(name, chip):
         return why, True
+    if how.awaited and (why := overlaps.of_tokens(name, brought, chip)):
+        return why, False
     if name == "all_gather" and how.awaited is not None:
         return overlaps.for_its_reader(brought, dtype, chip), False
     if name == "all_reduce" and how.awaited and _adds(op):

@@ -38,6 +38,11 @@ _DIMENSIONS = {_GATHER: "all_gather_dimension", _SCATTER: "scatter_dimension"}
 
 _ADDITIONS = "add", "add_any"
 
+# How many times as long as HBM is busy XLA copies a part of what a loop has for all turns, by its
+# cycles for v5e, v5p and v6e; smaller ones beside other work.
+_COPIED = 2.5
+_WIDE = 4 << 20
+
 
 class Pair(NamedTuple):
     """Products and their collective, as one kernel might run them.
@@ -101,7 +106,10 @@ class FusedSteps(NamedTuple):
 
 
 def fused(
-    steps: Sequence[Step], results: Sequence[Any], carry: Sequence[Any] = ()
+    steps: Sequence[Step],
+    results: Sequence[Any],
+    carry: Sequence[Any] = (),
+    slices: Sequence[int] = (),
 ) -> FusedSteps | None:
     """A turn with kernels in place of the pairs that are quicker so; None where no pair is.
 
@@ -109,8 +117,9 @@ def fused(
       steps: in the program's order.
       results: what the turn hands on.
       carry: those among them that the next turn computes with.
+      slices: values that are this turn's part of what a loop has for all.
     """
-    turn, saves = _Turn(steps, results, carry), {}
+    turn, saves = _Turn(steps, results, carry, slices), {}
     for step in steps:
         if step.fuses and (saved := turn.fuse(step)):
             saves[step] = saved
@@ -168,8 +177,14 @@ def weights_of(step: Step) -> int | None:
 class _Turn:
     """Steps, some of them in kernels."""
 
-    def __init__(self, steps: Sequence[Step], results: Sequence[Any], carry: Sequence[Any]) -> None:
-        self.flow = Dataflow(steps)
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        results: Sequence[Any],
+        carry: Sequence[Any],
+        slices: Sequence[int],
+    ) -> None:
+        self.flow, self._slices = Dataflow(steps), frozenset(slices)
         self._results, self._carry = {*numbers(results)}, {*numbers(carry)}
         self._count = 1 + max(self.flow.makers, default=0)
 
@@ -182,6 +197,9 @@ class _Turn:
             return 0.0
         if wire_choice.moved_dtype(eqn.params["how"], x.dtype) != x.dtype:
             return 0.0  # a cast: no kernel has it
+        on_tpus = eqn.params["how"].backend == "pallas"
+        if on_tpus and overlaps.of_tokens("all_gather", _tokens(eqn), chips.current()):
+            return 0.0  # kernels have them in HBM
         if name in _DIMENSIONS:
             return (self._gathered if name == _GATHER else self._scattered)(collective, eqn)
         # No kernel's gather gives what is typed as equal on all devices.
@@ -198,7 +216,7 @@ class _Turn:
         found = [p for p in found if p.kind == found[0].kind]
         keeps = whole in self._results or len(found) < len(readers)
         kernel = _kernel(eqn, found, _types(eqn)[:1], keeps=keeps)
-        if kernel is None:
+        if kernel is None or (saves := kernel.saves - self._to_slice(found, eqn)) <= 0:
             return 0.0
         if not keeps:  # nothing reads it, so it need have no number of its own
             whole, self._count = self._count, self._count + 1
@@ -209,7 +227,7 @@ class _Turn:
         made = eqn.replace(invars=[*invars], outvars=[*outvars], **kernel.bound)
         kernels = [Step(made, reads, writes, gather.within)]
         self.flow.replace([gather, *(p.step for p in found)], kernels)
-        return kernel.saves
+        return saves
 
     def _scattered(self, scatter: Step, eqn: JaxprEqn) -> float:
         return self._multiplied(self._terms(scatter.reads[0]), scatter, scatter)
@@ -243,14 +261,34 @@ class _Turn:
             return 0.0
         assert scatter.eqn is not None
         kernel = _kernel(scatter.eqn, found, [p.types[0] for p in found], keeps=False)
-        if kernel is None or kernel.saves <= longer:
+        if kernel is None:
+            return 0.0
+        saves = kernel.saves - longer - self._to_slice(found, scatter.eqn)
+        if saves <= 0:
             return 0.0
         reads = *(p.x for p in found), *(p.w for p in found)
         invars = [p.eqn.invars[i] for i in (0, 1) for p in found]
         made = scatter.eqn.replace(invars=invars, **kernel.bound)
         fused = Step(made, reads, scatter.writes, scatter.within)
         self.flow.replace([total, *terms], [fused, *behind])
-        return kernel.saves - longer
+        return saves
+
+    def _to_slice(self, products: Sequence[_Product], collective: JaxprEqn) -> float:
+        """Seconds to copy weights out of those of all turns, where XLA's own products read them.
+
+        Of large tokens that counts for nothing: in HBM, they take XLA's own products as long. But
+        v5e has VMEM for them, and for as much again. By `step`, in kernels and apart, in us: a
+        layer of weights of 32 MiB and 1024 tokens 350 and 315 on v5p, of 4096 tokens 1046 and 1211;
+        four layers of 4096 tokens and their gradient 29986 and 27646 on v5e, 10636 and 13966 on
+        v6e.
+        """
+        chip, large = chips.current(), _tokens(collective) >= overlaps.NEAR
+        if collective.params["how"].backend != "pallas" or (large and chip.name != "v5e"):
+            return 0.0
+        weights = {p.w: p.types[1] for p in products if p.w in self._slices}
+        nbytes = sum(w.size * w.dtype.itemsize for w in weights.values())
+        copied = 0 if nbytes < _WIDE else _COPIED * 2 * nbytes / chip.hbm_bandwidth
+        return 2 * copied if large else copied
 
     def _feeds_products(self, step: Step) -> bool:
         """Whether products of this turn, or the next one, need what a step makes."""
@@ -295,6 +333,11 @@ def _packs(collective: Step) -> bool:
     """Whether it has a wire for which its numbers would be packed, as far as GPUs' plans tell."""
     assert collective.eqn is not None
     return wire_choice.packs(collective.eqn.params["how"], _types(collective.eqn)[0].dtype)
+
+
+def _tokens(eqn: JaxprEqn) -> int:
+    """Bytes of what a gather brings, or a scatter sums."""
+    return max(kind.size * kind.dtype.itemsize for kind in _types(eqn))
 
 
 def _types(eqn: JaxprEqn) -> tuple[Any, ...]:

@@ -171,7 +171,8 @@ class Loop:
             return None
         if any(step.keeps_order or (in_fusions and step.how) for step in self.steps):
             return None
-        found = fusing.fused(self.steps, self.results, self.carried)
+        slices = self.x if self.params["length"] > 1 else ()
+        found = fusing.fused(self.steps, self.results, self.carried, slices)
         if not found:
             return None
         loop = dataclasses.replace(self, steps=found.steps)
