@@ -56,8 +56,8 @@ _BESIDE_ON_GPUS: dict[str, tuple[bool | None, ...]] = {
     "ppermute": (None,),
 }
 
-# A quarter of the VMEM of v5e and v6e, and of v4's CMEM: XLA puts there what a step sums or gathers,
-# up to so many bytes.
+# A quarter of the VMEM of v5e and v6e, and of v4's CMEM: so much of what a step sums or gathers
+# XLA puts there.
 NEAR = 32 << 20
 
 # Chips in whose VMEM XLA keeps smaller exchanges between products than of so many bytes.
