@@ -95,7 +95,7 @@ def _rounded(total: jax.Array, dtype: DTypeLike) -> jax.Array:
         kept = jnp.finfo(dtype)
         rounded = lax.reduce_precision(total, kept.nexp, kept.nmant)
         # It makes subnormal numbers of narrower exponents 0.
-        total = jnp.where(jnp.abs(total) < kept.tiny, total, rounded)
+        total = jnp.where(jnp.abs(total) < float(kept.tiny), total, rounded)
     return total.astype(dtype)
 
 

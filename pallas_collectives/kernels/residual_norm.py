@@ -107,6 +107,7 @@ def normalised(new: jax.Array, weight: jax.Array, eps: float, columns: int) -> j
     They lie along the last dimension, or along the last two as one row does that is as long.
     """
     wide = new.astype(jnp.float32)
+    weight = lax.expand_dims(weight, range(new.ndim - weight.ndim))
     along = -1 if columns <= new.shape[-1] else (-2, -1)
     mean = jnp.sum(wide * wide, axis=along, keepdims=True) * (1 / columns)
     return wide * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)

@@ -168,7 +168,7 @@ def _weights_of_leaders(weights: jax.Array, plan: TokenPlan, overflow: str) -> j
         wanted = jnp.sum(jnp.where(plan.leader < k, weights, 0), axis=1, keepdims=True)
         cut = jnp.any((plan.leader < k) & ~plan.kept, axis=1, keepdims=True) & (left != 0)
         kept = jnp.where(cut, kept * (wanted / jnp.where(cut, left, 1)), kept)
-    leads = plan.leader[:, None, :] == jnp.arange(k, dtype=jnp.int32)[:, None]
+    leads = plan.leader[:, None, :] == jnp.arange(k, dtype=jnp.int32)[None, :, None]
     return jnp.sum(jnp.where(leads, kept[:, None, :], 0), axis=2)
 
 

@@ -167,9 +167,11 @@ def _ragged(experts: jax.Array, sizes: Sizes, wire: Wire) -> tuple[TokenPlan, Ra
     place = jnp.where(admitted, lists.home.starts[device] * LANES + own.in_block, sizes.home_words)
     slot = jnp.where(goes, coming_to.home.starts[device] + own.visitor, sizes.home_visitors)
     choice = jnp.arange(T * k, dtype=jnp.int32)
-    word = 1 + 2 * own.local + (own.nth == 0)  # even: a visitor's first
+    word = 1 + 2 * own.local + (own.nth == 0).astype(jnp.int32)  # even: a visitor's first
     words = _scattered(place, word, sizes.home_words, 0)
-    leaving = (own.device[:, :, None] == jnp.arange(n, dtype=jnp.int32)) & goes[:, :, None]
+    leaving = (own.device[:, :, None] == jnp.arange(n, dtype=jnp.int32)[None, None]) & goes[
+        :, :, None
+    ]
     leaving = jnp.sum(leaving, axis=(0, 1), dtype=jnp.int32)
 
     # Away: of each word its visitor, and which of its visitor's choices it is.
@@ -218,13 +220,13 @@ class _Choices(NamedTuple):
         valid = (number >= 0) & (number < n * L)
         same = number[:, :, None] == number[:, None, :]
         leader = jnp.where(valid, jnp.argmax(same, axis=2), k).astype(jnp.int32)
-        leads = leader == jnp.arange(k, dtype=jnp.int32)
+        leads = leader == jnp.arange(k, dtype=jnp.int32)[None]
         device = jnp.where(leads, lax.div(number, np.int32(L)), n)
         earlier = (device[:, :, None] == device[:, None, :]) & (
             number[:, None, :] < number[:, :, None]
         )
         nth = jnp.sum(earlier & leads[:, None, :], axis=2, dtype=jnp.int32)
-        by_device = device[:, :, None] == jnp.arange(n, dtype=jnp.int32)
+        by_device = device[:, :, None] == jnp.arange(n, dtype=jnp.int32)[None, None]
         each = jnp.sum(by_device, axis=1, dtype=jnp.int32)  # [token, device]
         visits = (each > 0).astype(jnp.int32)
         index = jnp.minimum(device, n - 1)
@@ -311,15 +313,15 @@ def _by_expert(expert: jax.Array, L: int) -> tuple[jax.Array, jax.Array]:
     if not known or _comparisons(size, L, each) > _MOST_COMPARISONS:
         order = jnp.argsort(expert, stable=True)
         row = jnp.zeros(size, jnp.int32).at[order].set(jnp.arange(size, dtype=jnp.int32))
-        return row, jnp.sum(expert[:, None] == kinds[:L], axis=0, dtype=jnp.int32)
+        return row, jnp.sum(expert[:, None] == kinds[None, :L], axis=0, dtype=jnp.int32)
     blocks = jnp.pad(expert, (0, -size % each), constant_values=L).reshape(-1, each)
-    is_of = blocks[:, :, None] == kinds
+    is_of = blocks[:, :, None] == kinds[None, None]
     counts = jnp.sum(is_of, axis=1, dtype=jnp.int32)  # [block, expert]
     of_all = jnp.sum(counts, axis=0)
-    before = _sum_before(of_all) + _sum_before(counts)
+    before = _sum_before(of_all)[None] + _sum_before(counts)
     first = jnp.sum(jnp.where(is_of, before[:, None, :], 0), axis=2)
     same = blocks[:, :, None] == blocks[:, None, :]
-    rank = jnp.sum(same & _earlier(each), axis=2, dtype=jnp.int32)
+    rank = jnp.sum(same & _earlier(each)[None], axis=2, dtype=jnp.int32)
     return (first + rank).reshape(-1)[:size], of_all[:L]
 
 
