@@ -317,9 +317,9 @@ def _by_expert(expert: jax.Array, L: int) -> tuple[jax.Array, jax.Array]:
     blocks = jnp.pad(expert, (0, -size % each), constant_values=L).reshape(-1, each)
     is_of = blocks[:, :, None] == kinds[None, None]
     counts = jnp.sum(is_of, axis=1, dtype=jnp.int32)  # [block, expert]
-    of_all = jnp.sum(counts, axis=0)
+    of_all = jnp.sum(counts, axis=0, dtype=jnp.int32)
     before = _sum_before(of_all)[None] + _sum_before(counts)
-    first = jnp.sum(jnp.where(is_of, before[:, None, :], 0), axis=2)
+    first = jnp.sum(jnp.where(is_of, before[:, None, :], 0), axis=2, dtype=jnp.int32)
     same = blocks[:, :, None] == blocks[:, None, :]
     rank = jnp.sum(same & _earlier(each)[None], axis=2, dtype=jnp.int32)
     return (first + rank).reshape(-1)[:size], of_all[:L]
@@ -339,7 +339,7 @@ def _earlier(size: int) -> jax.Array:
 def _sum_before(counts: jax.Array) -> jax.Array:
     """As `_exclusive`, in one pass over all pairs: for few."""
     pairs = _earlier(len(counts)).reshape(len(counts), len(counts), *[1] * (counts.ndim - 1))
-    return jnp.sum(jnp.where(pairs, counts[None], 0), axis=1)
+    return jnp.sum(jnp.where(pairs, counts[None], 0), axis=1, dtype=jnp.int32)
 
 
 def _exclusive(counts: jax.Array) -> jax.Array:
