@@ -112,8 +112,9 @@ def combine(
 ) -> jax.Array:
     """Brings the experts' answers home, and adds them up by weight.
 
-    Weights and sums are in float32; what travels, a sum for each token and device, is rounded to
-    y's dtype. Sums are added in the order of experts, so that they have the same bits on every run.
+    Weights and sums are in float32, or in float64 as y is; what travels, a sum for each token and
+    device, is rounded to y's dtype. Sums are added in the order of experts, so that they have the
+    same bits on every run.
 
     Args:
       y: (R, D): answers to the rows of `dispatch`; rows behind the last are not read.
@@ -148,7 +149,7 @@ def combine(
     _check_answers(y, weights, plan, overflow)
     ways = _wire(axis_name, axis_index_groups, backend, algorithm, wire, wire_backward)
     sizes = plan.sizes(ways.size)
-    led = _weights_of_leaders(weights.astype(linear.wide(weights.dtype)), plan, overflow)
+    led = _weights_of_leaders(weights.astype(linear.wide(y.dtype)), plan, overflow)
     of_words = ways.weights_there(led, plan.tables, sizes.away_words)
     of_rows = of_words.at[plan.words].get(mode="fill", fill_value=0)
     weighed = y.astype(linear.wide(y.dtype)) * of_rows[:, None]

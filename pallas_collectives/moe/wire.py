@@ -206,15 +206,22 @@ class Wire:
     def weights_there(self, weights: jax.Array, tables: Any, words: int) -> jax.Array:
         """(T, k) of the choices at home, in the list of words away."""
         if not isinstance(tables, Ragged):
+            if weights.dtype.itemsize > 4:  # whose derivative no kernel adds: devices do
+                plain = dataclasses.replace(self._plain, algorithm=None)
+                return linear.to_everyone(weights, self.axis_name, self.groups, plain).reshape(-1)
             return self.everyones(weights).reshape(-1)
         listed = weights.reshape(-1).at[tables.choices].get(mode="fill", fill_value=0)
         return self.words_there(listed, tables.lists, words)
 
     def words_there(self, words: jax.Array, lists: Ends, size: int) -> jax.Array:
         """The list of words away, of a size, by that at home."""
-        plain = dataclasses.replace(self.how, wire=None, wire_backward=None)
         lanes, rows = words.reshape(-1, LANES), size // LANES
-        return self._route(lanes, lists, rows, plain, filled=True).reshape(-1)
+        return self._route(lanes, lists, rows, self._plain, filled=True).reshape(-1)
+
+    @property
+    def _plain(self) -> How:
+        """What serves words and weights, which are never narrower."""
+        return dataclasses.replace(self.how, wire=None, wire_backward=None)
 
     def _route(self, x: jax.Array, ends: Ends, rows: int, how: How, *, filled: bool) -> jax.Array:
         """Only rows that arrived are read, except of words, where a zero stands for no word."""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -312,6 +313,33 @@ def test_bad_answers_are_refused_before_launch(
         return moe.combine(**(given | wrong), backend="xla")
 
     harness.fails(error, match, program)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_numbers_of_64_bits(how: str) -> None:
+    """Rows are numbered in 32 bits; weights have gradients of their own dtype, added in y's."""
+    n, back = 2, {"backend": HOW[how]["backend"]}
+    routing = routings.random(n, T, K)
+
+    def program(x: Any, experts: Any, weights: Any) -> Any:
+        def total(x: Any, weights: Any) -> Any:
+            rows, plan = moe.dispatch(x, experts, "x", num_experts=E, **HOW[how])
+            return moe.combine(rows, weights, plan, "x", **back).sum(), plan.group_sizes
+
+        (dx, dweights), sizes = jax.grad(total, (0, 1), has_aux=True)(x, weights)
+        return dx, dweights, sizes
+
+    run = harness.per_device(program, harness.mesh(n), check_vma=False)
+    rng = np.random.default_rng(0)
+    with jax.enable_x64(True), warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        for dtype in (np.float32, np.float64):
+            x, weights = rng.standard_normal((n, T, D)).astype(dtype), rng.random((n, T, K))
+            dx, dweights, sizes = run(x, routing, weights)
+            assert (dx.dtype, dweights.dtype, sizes.dtype) == (dtype, np.float64, np.int32)
+            want = np.where(routing >= 0, x.astype(np.float64).sum(axis=2, keepdims=True), 0)
+            tolerance = 1e-5 if dtype == np.float32 else 1e-12
+            np.testing.assert_allclose(dweights, want, rtol=tolerance, atol=tolerance)
 
 
 def test_an_axis_of_vmap_is_refused() -> None:
