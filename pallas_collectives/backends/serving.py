@@ -26,6 +26,9 @@ from pallas_collectives.kernels.machinery import entry, launch
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.tuning import overlaps
 
+# lax's primitives that XLA compiles for GPUs and TPUs alone.
+_NOT_ON_CPUS = ("pbroadcast", "pbroadcast_dynamic", "ragged_all_to_all")
+
 # Under `check_vma=True` an array may be typed as a term of a sum over devices ("unreduced"). JAX
 # lets nothing be added to such an array, but a kernel that sums it must.
 _untyped_p = core.Primitive("pallas_untyped")
@@ -39,7 +42,17 @@ def lower(lax_p: core.Primitive, how: How, *args: jax.Array, **params: Any) -> j
     Raises:
       DtypeError, ReachError, SliceError: as `run`, where the backend or its algorithm was named.
     """
-    return served(lax_p.name, how, lax_p.bind, *args, **params)
+    return served(lax_p.name, how, functools.partial(_by_lax, lax_p), *args, **params)
+
+
+def _by_lax(lax_p: core.Primitive, *args: jax.Array, **params: Any) -> Any:
+    if lax_p.name in _NOT_ON_CPUS and placement.only_on_cpus():
+        raise UnservedError(
+            f"jax.lax.{lax_p.name.removesuffix('_dynamic')} on CPU devices",
+            "XLA has none for CPUs, where only simulated kernels run it",
+            "name backend='pallas'",
+        )
+    return lax_p.bind(*args, **params)
 
 
 def served(

@@ -93,6 +93,11 @@ def elsewhere(interpret: Interpret) -> str:
     )
 
 
+def only_on_cpus() -> bool:
+    """Whether a program is being lowered, for CPUs and nothing else."""
+    return {*_platforms.get()} == {"cpu"}
+
+
 _settled_later: contextvars.ContextVar[bool] = contextvars.ContextVar("later", default=False)
 
 
