@@ -5,7 +5,7 @@ lax reports these mistakes later, in the compiler or on the devices, or less cle
 
 import functools
 import operator
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence, Set
 from typing import Any, TypeAlias
 
 import jax
@@ -31,6 +31,9 @@ def named(axis_name: AxisName) -> tuple[Any, ...]:
 def size_of(axis_name: AxisName) -> int:
     """Devices along an axis or axes; raises if one is not bound, or is named twice."""
     size, axes = 1, named(axis_name)
+    if not all(isinstance(axis, Hashable) and not isinstance(axis, Set) for axis in axes):
+        rule = "it must be a name, or a tuple of names, whose order numbers the devices"
+        raise CollectiveError(f"axis_name={axis_name!r}", rule, "give a name or a tuple of them")
     if len(set(axes)) < len(axes):
         rule = "no axis may occur twice"
         raise CollectiveError(f"axis_name={axis_name}", rule, "name each axis once")
@@ -53,20 +56,25 @@ def devices_of(axis_name: AxisName, groups: Groups) -> int:
     return size_of(axis_name) if groups is None else len(groups[0])
 
 
+def plain_groups(groups: Groups) -> Groups:
+    """Groups that `check_groups` takes, also of NumPy's numbers, as tuples of ints."""
+    return None if groups is None else tuple(tuple(map(operator.index, row)) for row in groups)
+
+
 def check_groups(groups: Sequence[Sequence[int]], size: int, alike: bool = True) -> None:
     """Checks that groups have each device of an axis once and, if `alike`, are of equal size.
 
     None may be empty: XLA ends a program with one by an internal error.
     """
     try:
-        members = sorted(device for group in groups for device in group)
+        members = sorted(operator.index(device) for group in groups for device in group)
     except TypeError:
         members = []
     if members != list(range(size)):
         rule = f"each of the axis's {size} device numbers must be in exactly one group"
     elif alike and len({len(group) for group in groups}) > 1:
         rule = "groups must be of equal size"
-    elif not all(groups):
+    elif not all(map(len, groups)):
         rule = "no group may be empty"
     else:
         return
@@ -121,15 +129,26 @@ def checked_perm(perm: Sequence[tuple[int, int]], size: int) -> list[tuple[int, 
     return [(source % size, target % size) for source, target in pairs]
 
 
-def check_source(source: Number, size: int) -> None:
-    """Checks that a source, if tracing knows it, exists; before JAX 0.12 it has to."""
+def checked_source(source: Number, size: int) -> Number:
+    """A source, as an int if tracing knows it: it exists then. Before JAX 0.12 it has to."""
+    if isinstance(source, jax.Array) and (source.shape, source.dtype) != ((), np.int32):
+        rule = "a computed source must be one device number, an int32"
+        remedy = "convert it, for example with .astype(jnp.int32)"
+        raise CollectiveError(f"source of {jax.typeof(source).str_short()}", rule, remedy)
     if isinstance(source, jax.Array) and not _compat.takes_computed_sources():
         rule = f"with JAX {jax.__version__} it must be an int, as for lax's"
         remedy = "give a number that is known, or take JAX 0.12"
         raise CollectiveError(f"source={source}", rule, remedy)
-    if isinstance(source, int) and not 0 <= source < size:
+    if isinstance(source, jax.Array):
+        return source
+    try:
+        number = -1 if isinstance(source, bool | np.bool_) else operator.index(source)
+    except TypeError:
+        number = -1
+    if not 0 <= number < size:
         rule = f"it must be a device number in [0, {size})"
-        raise CollectiveError(f"source={source}", rule, "name a device of the axis")
+        raise CollectiveError(f"source={source!r}", rule, "name a device of the axis")
+    return number
 
 
 def check_order(axis_name: AxisName) -> None:
@@ -223,9 +242,12 @@ def check_blocks(
         raise CollectiveError(f"dimension {name}={axis} of size {size}{where}", rule, remedy)
 
 
-def check_gathered(axis: int, x: Any, tiled: bool) -> None:
-    """Checks that blocks of every leaf can lie along `axis`, which is new if not tiled."""
+def check_gathered(axis: int, x: Any, tiled: bool, to: object) -> None:
+    """Checks that blocks of every leaf can lie along `axis`, new if not tiled, and what `to` is."""
     check_flag("tiled", tiled)
+    if to not in ("varying", "invarying", "reduced"):
+        rule = "it must be 'varying', 'invarying' or 'reduced', as lax calls types of results"
+        raise CollectiveError(f"to={to!r}", rule, "leave it out for 'varying'")
     for leaf, where in leaves(x):
         check_axis("axis", axis, np.ndim(leaf) + (not tiled), where)
 

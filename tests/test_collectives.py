@@ -22,6 +22,7 @@ from pallas_collectives.errors import (
     CollectiveError,
     DtypeError,
     UnboundAxisError,
+    UnservedError,
     WireError,
 )
 
@@ -199,6 +200,21 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
             "list each number from 0 to 3 once",
         ),
     ),
+    "groups of floats": (
+        lambda x: pc.psum(x, "x", axis_index_groups=[[0.0, 1.0], [2.0, 3.0]]),
+        CollectiveError,
+        ("[[0.0, 1.0], [2.0, 3.0]]", "4 device numbers", "list each number from 0 to 3 once"),
+    ),
+    "axes in no order": (
+        lambda x: pc.psum(x, {"x"}),
+        CollectiveError,
+        ("axis_name={'x'}", "whose order numbers the devices", "a tuple of them"),
+    ),
+    "a gather to what lax has no word for": (
+        lambda x: pc.all_gather(x, "x", to="invariant"),
+        CollectiveError,
+        ("to='invariant'", "'varying', 'invarying' or 'reduced'", "leave it out"),
+    ),
     "a source twice": (
         lambda x: pc.ppermute(x, "x", [(0, 1), (0, 2)]),
         CollectiveError,
@@ -233,6 +249,19 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
         lambda x: pc.pbroadcast(x, "x", 4),
         CollectiveError,
         ("source=4", "[0, 4)", "name a device"),
+    ),
+    **{
+        f"broadcast from {source!r}": (
+            lambda x, source=source: pc.pbroadcast(x, "x", source),
+            CollectiveError,
+            (f"source={source!r}", "[0, 4)", "name a device"),
+        )
+        for source in (1.5, "1", True, np.int32(7))
+    },
+    "broadcast from a computed float": (
+        lambda x: pc.pbroadcast(x, "x", x[0, 0]),
+        CollectiveError,
+        ("source of float32[]", "an int32", ".astype(jnp.int32)"),
     ),
     **(
         {}
@@ -403,6 +432,52 @@ def test_random_keys_are_moved_in_a_step(how: dict[str, Any]) -> None:
     with pc.override_lax(**how):
         got = moved()
     jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+GROUPS = ((0, 1), (2, 3))
+
+
+@pytest.mark.parametrize("groups", [np.array(GROUPS), [*np.array(GROUPS)]], ids=["array", "arrays"])
+def test_groups_may_be_of_numpys_numbers(groups: Any) -> None:
+    def each(x: Any, groups: Any) -> Any:
+        within: Any = {"axis_index_groups": groups}
+        return (
+            *(pc.psum(x, "x", **within), pc.pmax(x, "x", **within)),
+            pc.psum_scatter(x, "x", tiled=True, **within),
+            pc.all_gather(x, "x", **within),
+            pc.all_to_all(x, "x", 0, 1, tiled=True, **within),
+            pc.pswapaxes(x[:2], "x", 0, **within),
+        )
+
+    x = jax.ShapeDtypeStruct((4, 16, 128), jnp.float32)
+    programs = [
+        jax.make_jaxpr(
+            harness.per_device(lambda x, g=g: each(x, g), harness.mesh(4), check_vma=False)
+        )(x)
+        for g in (groups, GROUPS)
+    ]
+    assert str(programs[0]) == str(programs[1])
+
+
+def test_a_source_may_be_a_number_of_numpys() -> None:
+    x = harness.random((2, 8, 128), "float32")
+    for source in (np.int8(1), np.array(1)):
+        got = harness.per_device(lambda x, s=source: pc.pbroadcast(x, "x", s), harness.mesh(2))(x)
+        np.testing.assert_array_equal(got, x[[1, 1]])
+
+
+def test_what_xla_has_not_for_cpus_is_refused_before_it_compiles() -> None:
+    calls = {
+        "pbroadcast": lambda x: pc.pbroadcast(x, "x", 1, backend="xla"),
+        "ragged_all_to_all": lambda x: pc.ragged_all_to_all(
+            x, x, *map(jnp.asarray, tables()), axis_name="x", backend="xla"
+        ),
+    }
+    x = jax.ShapeDtypeStruct((4, 16, 128), jnp.float32)
+    for name, call in calls.items():
+        program = harness.per_device(call, harness.mesh(4), check_vma=False)
+        with pytest.raises(UnservedError, match=f"jax.lax.{name} on CPU .* name backend='pallas'"):
+            program.lower(x)  # type: ignore[attr-defined]
 
 
 # In JAX's strict modes ----------------------------------------------------------------------------

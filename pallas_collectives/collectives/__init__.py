@@ -107,7 +107,8 @@ def all_gather(
     """
     over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, order=order, **over)
-    validation.check_gathered(axis, x, tiled)
+    axis_index_groups = validation.plain_groups(axis_index_groups)
+    validation.check_gathered(axis, x, tiled, to)
     options = {"axis_index_groups": axis_index_groups, "axis": axis, "tiled": tiled, "to": to}
     how = choice.asked(how, x, adds=False)
     given = quantized.sent(x, wire, axis_name, axis_index_groups, quantized.WHOLE, how)
@@ -163,6 +164,7 @@ def all_to_all(
     """
     over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
+    axis_index_groups = validation.plain_groups(axis_index_groups)
     validation.check_blocks("split_axis", split_axis, x, axis_name, axis_index_groups, tiled)
     for leaf, where in validation.leaves(x):
         validation.check_axis("concat_axis", concat_axis, np.ndim(leaf), where)
@@ -256,6 +258,7 @@ def ragged_all_to_all(
     """
     over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
+    axis_index_groups = validation.plain_groups(axis_index_groups)
     slices = {
         "input_offsets": input_offsets,
         "send_sizes": send_sizes,
@@ -377,6 +380,7 @@ def pswapaxes(
     """
     over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, **over)
+    axis_index_groups = validation.plain_groups(axis_index_groups)
     validation.check_blocks("axis", axis, x, axis_name, axis_index_groups, tiled=False)
     options = {"axis_index_groups": axis_index_groups}
     if dequantize is not True:
@@ -411,7 +415,7 @@ def pbroadcast(
     how = choice.settle(axis_name, None, backend, algorithm)
     over = choice.over_wires(how, wire, wire_backward)
     devices = validation.size_of(axis_name)
-    validation.check_source(source, devices)
+    source = validation.checked_source(source, devices)
 
     def move(how: How, x: Any) -> Any:
         return primitives.with_twins(how, lambda x: LAX.pbroadcast(x, axis_name, source), x)

@@ -69,6 +69,7 @@ def psum_scatter(
     """
     both: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, axis_index_groups, backend, algorithm, precise, order, **both)
+    axis_index_groups = validation.plain_groups(axis_index_groups)
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
     )
@@ -237,6 +238,7 @@ def _reduce(
     asks = any(wishes.get(wish) is not None for wish in ("order", "wire", "wire_backward"))
     alike = asks or name == "pmean"
     how = choice.settle(axis_name, groups, backend, algorithm, **wishes, alike=alike)
+    groups = validation.plain_groups(groups)
     validation.check_flag("return_residue", return_residue)
     how = dataclasses.replace(choice.asked(how, x, adds=True), once=how.once or return_residue)
     if name in ("pmax", "pmin"):

@@ -191,8 +191,7 @@ def _wire(
         raise CollectiveError(f"axis {mapped[0]!r}", rule, "call inside jax.shard_map")
     over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, groups, backend, algorithm, **over)
-    groups = None if groups is None else tuple(map(tuple, groups))
-    return Wire(axis_name, groups, how, backend)
+    return Wire(axis_name, validation.plain_groups(groups), how, backend)
 
 
 def _sizes(
