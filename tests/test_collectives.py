@@ -459,6 +459,18 @@ def test_groups_may_be_of_numpys_numbers(groups: Any) -> None:
     assert str(programs[0]) == str(programs[1])
 
 
+@pytest.mark.parametrize("name", ["psum", "pmean"])
+def test_a_sum_within_groups_has_no_type(name: str) -> None:
+    """Where lax has one, as without check_vma or for constants, so have we."""
+    x = jax.ShapeDtypeStruct((4, 16, 128), jnp.float32)
+    call = functools.partial(getattr(pc, name), axis_name="x", axis_index_groups=GROUPS)
+    typed = harness.per_device(call, harness.mesh(4))
+    with pytest.raises(UnservedError, match=rf"{name} with .* no type .* pass check_vma=False"):
+        jax.eval_shape(typed, x)
+    jax.eval_shape(harness.per_device(call, harness.mesh(4), check_vma=False), x)
+    jax.eval_shape(harness.per_device(lambda x: x * call(1.0), harness.mesh(4)), x)
+
+
 def test_a_source_may_be_a_number_of_numpys() -> None:
     x = harness.random((2, 8, 128), "float32")
     for source in (np.int8(1), np.array(1)):

@@ -13,7 +13,7 @@ import numpy as np
 
 from pallas_collectives import validation, wires
 from pallas_collectives.backends import choice
-from pallas_collectives.errors import WireError
+from pallas_collectives.errors import UnservedError, WireError
 from pallas_collectives.lowering import primitives, quantized
 from pallas_collectives.lowering.primitives import LAX
 from pallas_collectives.validation import AxisName, Groups
@@ -246,11 +246,21 @@ def _reduce(
     reduce = getattr(LAX, name)
     wire, over = wishes.get("wire"), (axis_name, groups, quantized.FLAT)
 
+    def by_lax(x: Any) -> Any:
+        try:
+            return reduce(x, axis_name, axis_index_groups=groups)
+        except NotImplementedError as error:
+            if groups is None or str(error):
+                raise
+            raise UnservedError(
+                f"{name} with axis_index_groups={groups!r}",
+                "lax has no type for what is equal within groups alone, as check_vma=True asks for",
+                "pass check_vma=False to jax.shard_map",
+            ) from error
+
     def at_once(x: Any) -> tuple[Any, Any]:
         given = quantized.sent(x, wire, *over, how)
-        sums = primitives.with_twins(
-            how, lambda x: reduce(x, axis_name, axis_index_groups=groups), given
-        )
+        sums = primitives.with_twins(how, by_lax, given)
         return sums, quantized.residue(x, given, wire, *over, how) if return_residue else None
 
     averaged = None
