@@ -37,8 +37,7 @@ from pallas_collectives import _compat, nccl
 from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import counters, ordered
-from pallas_collectives.backends.layout import blocks as blocks
-from pallas_collectives.backends.layout import side_by_side as side_by_side
+from pallas_collectives.backends.layout import blocks, side_by_side
 from pallas_collectives.backends.plans import How, Plan
 from pallas_collectives.errors import AlgorithmError, DtypeError
 from pallas_collectives.nccl import dtypes, ffi, mailboxes, tape

@@ -36,7 +36,7 @@ from jax.typing import ArrayLike
 from pallas_collectives import collectives, validation
 from pallas_collectives.annotations import Number
 from pallas_collectives.backends import choice, flights
-from pallas_collectives.backends.nccl import blocks, side_by_side
+from pallas_collectives.backends.layout import blocks, side_by_side
 from pallas_collectives.overlap.split_sums import all_reduce_start as all_reduce_start
 from pallas_collectives.overlap.split_sums import pmax_start as pmax_start
 from pallas_collectives.overlap.split_sums import pmean_start as pmean_start

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_collectives.backends import algorithms, nested, ordered
+from pallas_collectives.backends.layout import blocks, side_by_side
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.pallas.reductions import all_reduce as all_reduce
 from pallas_collectives.backends.pallas.reductions import reduce_scatter as reduce_scatter
@@ -21,7 +22,7 @@ from pallas_collectives.backends.pallas.reductions import (
 from pallas_collectives.backends.plans import How, KernelPlan
 from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels.machinery import spaces
-from pallas_collectives.kernels.machinery.blocks import LANES, block_shape, sliceable, whole_shape
+from pallas_collectives.kernels.machinery.blocks import LANES, sliceable
 from pallas_collectives.kernels.torus import shares
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
@@ -46,10 +47,8 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
     plan = algorithms.choose("all_gather", how, block, group, cuts)
     gathered = algorithms.launch(plan, block, group, axis=along, interpret=how.interpret)
     if not aligned:
-        shape = packed.shape
-        gathered = _of_widened(gathered, packed).reshape(group.size, *shape)
-        gathered = jnp.moveaxis(gathered, 0, axis)
-        gathered = gathered.reshape(whole_shape(shape, axis, group.size))
+        stack = _of_widened(gathered, packed).reshape(group.size, *packed.shape)
+        gathered = side_by_side(stack, axis)
     return packing.unpack(gathered, x.dtype)
 
 
@@ -77,13 +76,14 @@ def all_to_all(
     elif splits:
         operand, split_at, concat_at = packed[None], split + 1, 0
     else:
-        operand = _blocks_first(packed, split, group.size)
+        stack = blocks(packed, split, group.size)
+        operand = stack.reshape(group.size, *_at_least_2d(stack.shape[1:]))
         split_at, concat_at = 0, concat + 1 if joins else 0
     plan = algorithms.choose("all_to_all", how, operand, group)
     at = {"split_axis": split_at, "concat_axis": concat_at}
     y = algorithms.launch(plan, operand, group, **at, interpret=how.interpret)
     if not joins:
-        y = _blocks_along(y.reshape(group.size, *block), concat)
+        y = side_by_side(y.reshape(group.size, *block), concat)
     elif not splits:
         y = y[0]
     return packing.unpack(y, x.dtype)
@@ -148,20 +148,6 @@ def ppermute(
     rows = spaces.widened(packed.reshape(_at_least_2d(packed.shape)))
     y = algorithms.launch(plan, rows, group, perm=perm, interpret=how.interpret)
     return packing.unpack(_of_widened(y, packed).reshape(packed.shape), x.dtype)
-
-
-def _blocks_first(x: jax.Array, axis: int, n: int) -> jax.Array:
-    """The n blocks along `axis`, one after the other in a new first dimension, at least 3-D."""
-    block = block_shape(x.shape, axis, n)
-    stacked = jnp.moveaxis(x.reshape(*x.shape[:axis], n, *block[axis:]), axis, 0)
-    return stacked.reshape(n, *_at_least_2d(block))
-
-
-def _blocks_along(stacked: jax.Array, axis: int) -> jax.Array:
-    """Blocks of a first dimension, side by side along `axis` of one block."""
-    n, *block = stacked.shape
-    block[axis] *= n
-    return jnp.moveaxis(stacked, 0, axis).reshape(block)
 
 
 def _as_int32(x: jax.Array) -> jax.Array:

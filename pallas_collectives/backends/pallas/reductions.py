@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from pallas_collectives import wires
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import algorithms
+from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.pallas import packing
 from pallas_collectives.backends.plans import How, KernelPlan
 from pallas_collectives.errors import DtypeError
@@ -39,8 +40,7 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     aligned = _whole_tiles(tuple(shape), axis, wire.dtype)
     packing.check_in_place("reduce_scatter", wire, how, aligned or x.ndim == 1)
     if not aligned:
-        split = wire.reshape(*x.shape[:axis], group.size, shape[axis], *x.shape[axis + 1 :])
-        wire = _rows(jnp.moveaxis(split, axis, 0).reshape(group.size, -1))
+        wire = _rows(blocks_of(wire, axis, group.size).reshape(group.size, -1))
     block = tuple(shape) if aligned else wire.shape[1:]
     along = axis if aligned else 0
     cuts = shares.cuts(block, along, wire.dtype)
@@ -63,8 +63,7 @@ def requantized_scatter(
     shape = block_shape(x.shape, axis, group.size)
     along = axis
     if not torus.fits_packed(group, shape, axis, x.dtype, codec, back=False):
-        split = x.reshape(*x.shape[:axis], group.size, *shape[axis:])
-        x, along = _padded_blocks(jnp.moveaxis(split, axis, 0), codec), 0
+        x, along = _padded_blocks(blocks_of(x, axis, group.size), codec), 0
     plan = algorithms.choose("reduce_scatter", how, x, group)
     options = {"codec": codec, "result": wire_dtype(result, "sum", False)}
     options |= {"axis": along, "op": "sum", "interpret": how.interpret}
