@@ -158,6 +158,20 @@ def lowering(primitive: core.Primitive) -> Rule:
     return rule
 
 
+def jaxprs_of(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
+    """The programs that an equation holds, without their constants."""
+    for value in eqn.params.values():
+        for held in value if isinstance(value, (tuple, list)) else (value,):
+            jaxpr: Any = getattr(held, "jaxpr", held)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
+
+
+def type_of(x: core.Var | core.Literal) -> Any:
+    """The type of what an equation reads or writes; an array's has a shape and a dtype."""
+    return x.aval
+
+
 def scan_parts(params: dict[str, Any], count: int) -> tuple[int, int]:
     """How many of a scan's operands, so many in all, are constants, and how many are carried on."""
     if "num_consts" in params:  # up to JAX 0.10

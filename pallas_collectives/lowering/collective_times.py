@@ -5,6 +5,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from pallas_collectives import _compat
 from pallas_collectives.backends import (
     canonical,
     counters,
@@ -26,7 +27,7 @@ from pallas_collectives.tuning import overlaps
 def under_way(step: Step, chip: chips.Chip) -> float:
     """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
     assert step.eqn is not None
-    brought = turns.type_of(step.eqn.outvars[0])
+    brought = _compat.type_of(step.eqn.outvars[0])
     dtype = wire_choice.moved_dtype(step.eqn.params["how"], brought.dtype)
     if step.how and overlaps.for_its_reader(brought.size * dtype.itemsize, dtype, chip):
         return 0.0
@@ -79,7 +80,7 @@ def wired(step: Step) -> WirePlan | None:
     """The plan of the wire that a collective takes where nothing hides it; None if it has none."""
     assert step.eqn is not None
     how = dataclasses.replace(step.eqn.params["how"], awaited=True)
-    types = [turns.type_of(v) for v in step.eqn.invars]
+    types = [_compat.type_of(v) for v in step.eqn.invars]
     if not wire_choice.packs(how, types[0].dtype):
         return None
     params = {k: v for k, v in step.eqn.params.items() if k != "how"}
@@ -108,7 +109,7 @@ def longer_in_two(total: Step) -> float | None:
     in one call more; of several, products and a scatter run apart.
     """
     assert total.eqn is not None
-    operand, devices = turns.type_of(total.eqn.invars[0]), group(total.eqn)
+    operand, devices = _compat.type_of(total.eqn.invars[0]), group(total.eqn)
     how = dataclasses.replace(total.eqn.params["how"], wire=None, algorithm=None, beside=False)
     if how.backend == "nccl":
         return nccl_products.CALL if slices.one_host_has(devices) else None
@@ -133,7 +134,7 @@ def leave_out(step: Step, why: str) -> None:
 def _decided(step: Step, **wishes: Any) -> fastest.Decision | None:
     """What would serve a collective, with some fields of its `How` others; None if lax must."""
     assert step.eqn is not None
-    params, operand = step.eqn.params, turns.type_of(step.eqn.invars[0])
+    params, operand = step.eqn.params, _compat.type_of(step.eqn.invars[0])
     op, how = turns.collective_of(step.eqn), dataclasses.replace(params["how"], **wishes)
     devices = group(step.eqn)
     if not wire_choice.gives_way(how) or (step.totals and slices.obstacle(devices, how.across)):

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
+from pallas_collectives import _compat
 from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import wire_choice
@@ -28,7 +29,7 @@ from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import collective_times, turns
 from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.sums_in_two import in_two
-from pallas_collectives.lowering.turns import Step, numbers, type_of
+from pallas_collectives.lowering.turns import Step, numbers
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
 
@@ -341,4 +342,4 @@ def _tokens(eqn: JaxprEqn) -> int:
 
 
 def _types(eqn: JaxprEqn) -> tuple[Any, ...]:
-    return tuple(map(type_of, (*eqn.invars, *eqn.outvars)))
+    return tuple(map(_compat.type_of, (*eqn.invars, *eqn.outvars)))

@@ -123,7 +123,7 @@ def _scatters_along(total: Step) -> int | None:
     if total.eqn.params.get("axis_index_groups"):
         return None
     devices = collective_times.group(total.eqn).size
-    shape = turns.type_of(total.eqn.invars[0]).shape
+    shape = _compat.type_of(total.eqn.invars[0]).shape
     axis = next((axis for axis, size in enumerate(shape[:-1]) if size % devices == 0), None)
     return axis if collective_times.under_way(total, chips.current()) else None
 
@@ -199,7 +199,7 @@ def _of_row(total: Step) -> Step:
     """A psum of one row of what it sums."""
     eqn = total.eqn
     assert eqn is not None
-    stack = turns.type_of(eqn.invars[0])
+    stack = _compat.type_of(eqn.invars[0])
     with eqn.ctx.manager:
         closed = jax.make_jaxpr(lambda x: _bound(total, x[0]))(stack)
     return dataclasses.replace(total, eqn=closed.jaxpr.eqns[-1].replace(ctx=eqn.ctx))
@@ -226,7 +226,7 @@ def _summing(scan: Step, rows: Sequence[_Row]) -> Step:
         return primitive.bind(*args, **primitive.get_bind_params(summing))
 
     with scan.eqn.ctx.manager:
-        closed = jax.make_jaxpr(loop)(*map(turns.type_of, scan.eqn.invars))
+        closed = jax.make_jaxpr(loop)(*map(_compat.type_of, scan.eqn.invars))
     for place, _, total in rows:
         writes[place] = total.writes[0]
     (eqn,) = closed.jaxpr.eqns

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
+from pallas_collectives import _compat
 from pallas_collectives._compat import Aval
 from pallas_collectives.backends.plans import How
-from pallas_collectives.lowering import primitives, turns
+from pallas_collectives.lowering import primitives
 from pallas_collectives.lowering.turns import Step
 
 
@@ -44,9 +45,9 @@ def in_two(total: Step, axis: int, part: int, rows: int = 0) -> tuple[Step, Step
         )
 
     with eqn.ctx.manager:
-        scatter = _equation(how, scattered, turns.type_of(eqn.invars[0]))
+        scatter = _equation(how, scattered, _compat.type_of(eqn.invars[0]))
         how = dataclasses.replace(how, awaited=None) if rows else how
-        gather = _equation(how, gathered, turns.type_of(scatter.outvars[0]))
+        gather = _equation(how, gathered, _compat.type_of(scatter.outvars[0]))
     return (
         Step(scatter.replace(ctx=eqn.ctx), total.reads, (part,), total.within),
         Step(gather.replace(ctx=eqn.ctx), (part,), total.writes, total.within),

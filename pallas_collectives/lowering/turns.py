@@ -165,7 +165,7 @@ class Step:
         """Types of what an equation reads and writes."""
         assert self.eqn is not None
         pairs = zip((*self.reads, *self.writes), (*self.eqn.invars, *self.eqn.outvars), strict=True)
-        return {x: type_of(v) for x, v in pairs if not isinstance(x, Value)}
+        return {x: _compat.type_of(v) for x, v in pairs if not isinstance(x, Value)}
 
     @property
     def hands_on(self) -> bool:
@@ -401,11 +401,6 @@ def collective_of(eqn: JaxprEqn) -> str:
     return next(op for op in _EXCHANGES if eqn.primitive.name in _twins_of(op))
 
 
-def type_of(x: core.Var | core.Literal) -> Any:
-    """The type of what an equation reads or writes."""
-    return x.aval
-
-
 def _nbytes(aval: Aval) -> int:
     return int(aval.size * aval.dtype.itemsize)
 
@@ -414,12 +409,12 @@ def _seconds(eqn: JaxprEqn, chip: chips.Chip) -> float:
     """What an equation's products take at the least, in those of loops as often as these turn."""
     if eqn.primitive.name == _PRODUCT:
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        types = [type_of(v) for v in (*eqn.invars, *eqn.outvars)]
+        types = [_compat.type_of(v) for v in (*eqn.invars, *eqn.outvars)]
         flops = 2.0 * types[-1].size * math.prod(types[0].shape[d] for d in contracted)
         nbytes = sum(map(_nbytes, types))
         return max(flops / chip.matrix_rate, nbytes / chip.hbm_bandwidth)
     if eqn.primitive.name in _FUSED:
-        xs, outs = ([type_of(v) for v in vs] for vs in (eqn.invars, eqn.outvars))
+        xs, outs = ([_compat.type_of(v) for v in vs] for vs in (eqn.invars, eqn.outvars))
         if eqn.primitive.name == _FUSED[0]:  # x, weights; gathered x, products
             flops = sum(2.0 * out.size * xs[0].shape[-1] for out in outs[1:])
         else:  # xs, weights; the sum's block
@@ -427,7 +422,7 @@ def _seconds(eqn: JaxprEqn, chip: chips.Chip) -> float:
         return flops / chip.matrix_rate
     if eqn.primitive.name in _OPAQUE:
         return 0.0
-    each = sum(_seconds(e, chip) for jaxpr in _programs_of(eqn) for e in jaxpr.eqns)
+    each = sum(_seconds(e, chip) for jaxpr in _compat.jaxprs_of(eqn) for e in jaxpr.eqns)
     return each * eqn.params["length"] if eqn.primitive.name == _LOOP else each
 
 
@@ -439,19 +434,5 @@ def exchanges(eqn: JaxprEqn) -> bool:
 
 def _holds(eqn: JaxprEqn, wanted: Callable[[str], bool]) -> bool:
     """Whether an equation's primitive, or that of one within it, is wanted, by name."""
-    inner = (e for jaxpr in _programs_of(eqn) for e in jaxpr.eqns)
+    inner = (e for jaxpr in _compat.jaxprs_of(eqn) for e in jaxpr.eqns)
     return wanted(eqn.primitive.name) or any(_holds(e, wanted) for e in inner)
-
-
-def _programs_of(eqn: JaxprEqn) -> list[core.Jaxpr]:
-    return [v for value in eqn.params.values() for v in _programs(value)]
-
-
-def _programs(value: Any) -> Iterator[core.Jaxpr]:
-    if isinstance(value, core.ClosedJaxpr):
-        yield value.jaxpr
-    elif isinstance(value, core.Jaxpr):
-        yield value
-    elif isinstance(value, tuple):
-        for each in value:
-            yield from _programs(each)

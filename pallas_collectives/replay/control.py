@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from pallas_collectives import _compat
 from pallas_collectives.replay import jaxprs, operations
 from pallas_collectives.replay.stepper import Step, Stepper
 from pallas_collectives.replay.values import UNKNOWN, Known, merge, take
@@ -80,8 +81,10 @@ def scan(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) -> St
     def step(env: list[Any], lanes: np.ndarray) -> None:
         if inert and not stepper.inside:
             return _unknown(env, outs)
-        consts, carry, xs = jaxprs.scan_parts(eqn, [env[i] for i in ins])
-        n_carry = len(carry)
+        n_consts, n_carry = _compat.scan_parts(eqn.params, len(ins))
+        operands = [env[i] for i in ins]
+        consts, xs = operands[:n_consts], operands[n_consts + n_carry :]
+        carry = operands[n_consts : n_consts + n_carry]
         for i in order:
             rows = [slice_of(x, i) for x in xs]
             carry = stepper.run(body, [*consts, *carry, *rows], lanes)[:n_carry]

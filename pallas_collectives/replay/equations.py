@@ -13,6 +13,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
+from pallas_collectives import _compat
 from pallas_collectives.annotations import DType
 from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 from pallas_collectives.replay import (
@@ -153,7 +154,7 @@ def _identity(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int]) 
 
 
 def _scalar(eqn: JaxprEqn, function: Callable[..., Any], ins: list[int], outs: list[int]) -> Step:
-    dtype = np.dtype(jaxprs.type_of(eqn.outvars[0]).dtype)
+    dtype = np.dtype(_compat.type_of(eqn.outvars[0]).dtype)
     (o,) = outs
     if eqn.primitive.name == "select_n":
 
@@ -200,7 +201,7 @@ def _gathered(stepper: Stepper, eqn: JaxprEqn, ins: list[int], outs: list[int], 
     def step(env: list[Any], lanes: np.ndarray) -> None:
         operand = env[ins[0]]
         call(env, lanes)
-        small = math.prod(jaxprs.type_of(eqn.outvars[0]).shape) <= _LARGEST_KNOWN
+        small = math.prod(_compat.type_of(eqn.outvars[0]).shape) <= _LARGEST_KNOWN
         if small and isinstance(operand, Known):
             env[outs[0]] = twins.gathered(operand, stepper.devices.axes, **eqn.params)
 
@@ -252,16 +253,16 @@ def _price(stepper: Stepper, eqn: JaxprEqn) -> float:
         size *= (_of_conversion_there if stepper.on_sparsecore else _of_conversion)(generation, eqn)
     elif name == "transpose" and stepper.kernel is not None:
         of_16, of_32 = generation.turned
-        size *= of_32 if jaxprs.type_of(eqn.outvars[0]).dtype.itemsize >= 4 else of_16
+        size *= of_32 if _compat.type_of(eqn.outvars[0]).dtype.itemsize >= 4 else of_16
     elif name in _FREE:
         return 0.0
     elif name == "dot_general":
-        size = max(math.prod(jaxprs.type_of(v).shape) for v in eqn.outvars)
+        size = max(math.prod(_compat.type_of(v).shape) for v in eqn.outvars)
         (contract, _), _ = eqn.params["dimension_numbers"]
-        depth = math.prod(jaxprs.type_of(eqn.invars[0]).shape[d] for d in contract)
+        depth = math.prod(_compat.type_of(eqn.invars[0]).shape[d] for d in contract)
         return 2.0 * size * depth * generation.cores / generation.matrix_rate
     elif name.startswith("reduce_") or name in ("argmax", "argmin"):
-        shape = jaxprs.type_of(eqn.invars[0]).shape
+        shape = _compat.type_of(eqn.invars[0]).shape
         size = math.prod(shape)
         if len(shape) - 1 in eqn.params["axes"]:
             size *= generation.across_lanes
@@ -278,15 +279,15 @@ def _in_registers(shape: tuple[int, ...]) -> int:
 
 def _converts(eqn: JaxprEqn) -> bool:
     """Whether it converts an array to numbers of another width, which a vector unit has to do."""
-    if eqn.primitive.name != "convert_element_type" or not jaxprs.type_of(eqn.outvars[0]).shape:
+    if eqn.primitive.name != "convert_element_type" or not _compat.type_of(eqn.outvars[0]).shape:
         return False
-    before, after = (jaxprs.type_of(v).dtype for v in (*eqn.invars, *eqn.outvars))
+    before, after = (_compat.type_of(v).dtype for v in (*eqn.invars, *eqn.outvars))
     return bool(before.itemsize != after.itemsize) and jnp.bool_ not in (before, after)
 
 
 def _of_conversion(chip: Chip, eqn: JaxprEqn) -> float:
     """Elementwise operations of converting a number."""
-    before, after = (jaxprs.type_of(v).dtype for v in (*eqn.invars, *eqn.outvars))
+    before, after = (_compat.type_of(v).dtype for v in (*eqn.invars, *eqn.outvars))
     if before.itemsize == 1:
         return _narrowed(chip, before)[0]
     return _narrowed(chip, after)[1] if after.itemsize == 1 else 1.0
@@ -294,7 +295,7 @@ def _of_conversion(chip: Chip, eqn: JaxprEqn) -> float:
 
 def _of_conversion_there(_: Chip, eqn: JaxprEqn) -> float:
     """Operations of converting a number on a vector subcore: one for a register of what is made."""
-    return min(1.0, jaxprs.type_of(eqn.outvars[0]).dtype.itemsize / 4)
+    return min(1.0, _compat.type_of(eqn.outvars[0]).dtype.itemsize / 4)
 
 
 def _narrowed(chip: Chip, dtype: DType) -> tuple[float, float]:

@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
+from pallas_collectives import _compat
 from pallas_collectives.replay import lines
 
 
@@ -50,19 +51,6 @@ def cores_of(aval: Any) -> dict[str, int] | None:
     """The axes of the mesh of cores whose memory a ref is said to be in, or None."""
     mesh = getattr(getattr(aval, "memory_space", None), "mesh", None)
     return None if mesh is None else dict(mesh.shape)
-
-
-def scan_parts(eqn: JaxprEqn, operands: list[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-    """A scan's operands as (constants, initial carry, scanned arrays)."""
-    if "ft_in" in eqn.params:  # JAX 0.12
-        consts, carry, xs = eqn.params["ft_in"].update(operands).unpack()
-        return list(consts), list(carry), list(xs)
-    n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
-    return (
-        operands[:n_consts],
-        operands[n_consts : n_consts + n_carry],
-        operands[n_consts + n_carry :],
-    )
 
 
 def open_jaxpr(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> tuple[Any, list[Any]]:
@@ -119,10 +107,8 @@ def equations(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[Any]:
 
 def equations_within(eqn: JaxprEqn) -> Iterator[Any]:
     """All equations of the jaxprs that an equation has, and of those within them."""
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            if hasattr(open_jaxpr(inner)[0], "eqns"):
-                yield from equations(inner)
+    for jaxpr in _compat.jaxprs_of(eqn):
+        yield from equations(jaxpr)
 
 
 def memory_space(aval: Any) -> str:
@@ -159,11 +145,6 @@ def block_dims(block_mapping: Any) -> list[BlockDim]:
 def buffer_count(block_mapping: Any) -> int:
     """How many blocks of an operand Pallas holds at a time."""
     return getattr(getattr(block_mapping, "pipeline_mode", None), "buffer_count", 2)
-
-
-def type_of(var: core.Var | core.Literal) -> Any:
-    """The type of an equation's operand or result; an array's has a shape and a dtype."""
-    return var.aval
 
 
 def where(eqn: JaxprEqn) -> str:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives.replay import jaxprs
+from pallas_collectives import _compat
 from pallas_collectives.replay.values import SCALAR, Known
 
 
@@ -22,7 +22,7 @@ def evaluate(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
     """The results of an equation: once, or for all lanes where its operands differ."""
     varies = [isinstance(a, np.ndarray) or (isinstance(a, Known) and a.per_lane) for a in args]
     operands = [
-        np.asarray(a.values if isinstance(a, Known) else a, jaxprs.type_of(v).dtype)
+        np.asarray(a.values if isinstance(a, Known) else a, _compat.type_of(v).dtype)
         for a, v in zip(args, eqn.invars, strict=True)
     ]
     by_numpy = _BY_NUMPY.get(eqn.primitive.name)
@@ -34,7 +34,7 @@ def evaluate(eqn: JaxprEqn, args: list[Any]) -> list[Any]:
             made = by_numpy(eqn, *lanes)
         made = made if eqn.primitive.multiple_results else [made]
         outs = [
-            (out if any(varies) else out[0]).astype(jaxprs.type_of(var).dtype, copy=False)
+            (out if any(varies) else out[0]).astype(_compat.type_of(var).dtype, copy=False)
             for out, var in zip(made, eqn.outvars, strict=True)
         ]
     if any(varies):
@@ -55,7 +55,7 @@ def _by_jax(eqn: JaxprEqn, operands: list[np.ndarray], varies: list[bool]) -> li
 
 
 def _shape(eqn: JaxprEqn) -> tuple[int, ...]:
-    return jaxprs.type_of(eqn.outvars[0]).shape
+    return _compat.type_of(eqn.outvars[0]).shape
 
 
 def _elementwise(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,6 +19,8 @@ import jaxlib
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
+from pallas_collectives import _compat
+
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _JAX = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -79,7 +81,7 @@ class Lines:
         for eqn in jaxpr.eqns:
             self._jaxpr[id(eqn)] = jaxpr
             if eqn.primitive.name not in _KERNEL_CALLS:
-                for inner in _jaxprs_of(eqn):
+                for inner in _compat.jaxprs_of(eqn):
                     self._around.setdefault(id(inner), eqn)
 
     def of(self, eqn: JaxprEqn) -> Line:
@@ -92,14 +94,6 @@ class Lines:
 
     def _enclosing(self, eqn: JaxprEqn) -> JaxprEqn | None:
         return self._around.get(id(self._jaxpr.get(id(eqn))))
-
-
-def _jaxprs_of(eqn: JaxprEqn) -> Iterator[Any]:
-    for value in eqn.params.values():
-        for inner in value if isinstance(value, (tuple, list)) else (value,):
-            jaxpr = getattr(inner, "jaxpr", inner)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr
 
 
 def _lines(eqn: JaxprEqn) -> Iterator[Line]:

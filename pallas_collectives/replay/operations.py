@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import jax
 from jax.extend.core import JaxprEqn
 
+from pallas_collectives import _compat
 from pallas_collectives.replay import jaxprs
 
 
@@ -177,7 +178,7 @@ def _dma_start(eqn: JaxprEqn) -> DmaStart:
     src, dst, dst_sem, src_sem, device_id = _unflatten(eqn, "tree", _slots(eqn))
     src_sem_view = None if src_sem is None else _view(src_sem)
     for sem in (_view(dst_sem), src_sem_view):
-        if sem is not None and "dma" not in str(jaxprs.type_of(eqn.invars[_first(sem)]).dtype):
+        if sem is not None and "dma" not in str(_compat.type_of(eqn.invars[_first(sem)]).dtype):
             what = "replay does not know copies that count on other semaphores than a DMA's"
             raise jaxprs.UnsupportedEquation(what, eqn)
     return DmaStart(

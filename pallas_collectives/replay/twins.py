@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives import catalogue
+from pallas_collectives import _compat, catalogue
 from pallas_collectives.annotations import AnyMesh
 from pallas_collectives.backends import canonical, counters
 from pallas_collectives.backends.plans import How
@@ -62,7 +62,7 @@ def _local(run: Callable[..., Any], eqn: JaxprEqn, mesh: AnyMesh) -> core.Closed
     local = jax.shard_map(
         run, mesh=mesh, in_specs=replicated, out_specs=replicated, check_vma=False
     )
-    types = map(jaxprs.type_of, eqn.invars)
+    types = map(_compat.type_of, eqn.invars)
     shapes = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in types]
     with counters.uncounted():
         return jax.make_jaxpr(local)(*shapes)

@@ -8,6 +8,7 @@ import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_collectives import _compat
 from pallas_collectives.replay import lines, names
 
 DMA = pltpu.SemaphoreType.DMA
@@ -111,7 +112,7 @@ def test_lines_are_the_readers_and_a_loops_body_has_the_line_around_it() -> None
         for eqn in jaxpr.eqns:
             line = known.of(eqn)
             found.setdefault(eqn.primitive.name, set()).add(f"{line.path} {line.function}")
-            for inner in lines._jaxprs_of(eqn):
+            for inner in _compat.jaxprs_of(eqn):
                 visit(inner)
 
     visit(jaxpr)
