@@ -155,8 +155,3 @@ def where(eqn: JaxprEqn) -> str:
 def scope(eqn: JaxprEqn) -> str:
     """The `jax.named_scope` path that `eqn` was traced under ('' outside any)."""
     return str(getattr(eqn.source_info, "name_stack", ""))
-
-
-def is_literal(var: core.Var | core.Literal) -> bool:
-    """Whether an equation's operand is a constant written into the jaxpr."""
-    return isinstance(var, core.Literal)
