@@ -19,9 +19,8 @@ from pallas_collectives.topology import chips
 
 # What runs another program in its place, by the parameter that holds it.
 _CALLS = {
-    **dict.fromkeys(("jit", "pjit", "checkpoint", "remat2"), "jaxpr"),
-    **dict.fromkeys(("closed_call", "core_call", "custom_jvp_call"), "call_jaxpr"),
-    "custom_vjp_call": "call_jaxpr",
+    **dict.fromkeys(("jit", "remat2"), "jaxpr"),
+    **dict.fromkeys(("closed_call", "custom_jvp_call", "custom_vjp_call"), "call_jaxpr"),
 }
 
 _PRODUCT = "dot_general"
@@ -36,7 +35,7 @@ _OPAQUE = frozenset(
     {
         *("pallas_call", "core_map", "ffi_call", "pure_callback", "io_callback"),
         *_FUSED,
-        *("ragged_dot_general", "ragged_dot", "conv_general_dilated", "fft", "sort"),
+        *("ragged_dot_general", "conv_general_dilated", "fft", "sort"),
     }
 )
 

@@ -37,9 +37,6 @@ from pallas_collectives.lowering import turns
 from pallas_collectives.lowering.barrier import barrier
 from pallas_collectives.lowering.turns import Flat, Step, Value, numbers
 
-# Calls whose equations can stand in their place before derivatives are taken.
-_PLAIN_CALLS = frozenset({"jit", "pjit"})
-
 
 def two_batch_overlap(layer: Callable[..., Any], *, axis: int = 0) -> Callable[..., Any]:
     """The same function, run on two halves of its first argument's batch, one behind the other.
@@ -211,7 +208,8 @@ class _Layer(NamedTuple):
 
 
 def _opens(eqn: JaxprEqn, inner: core.ClosedJaxpr) -> bool:
-    return eqn.primitive.name in _PLAIN_CALLS and any(map(turns.exchanges, inner.jaxpr.eqns))
+    """Whether a call's equations can stand in its place before derivatives are taken."""
+    return eqn.primitive.name == "jit" and any(map(turns.exchanges, inner.jaxpr.eqns))
 
 
 def _only_exchanges(step: Step) -> bool:

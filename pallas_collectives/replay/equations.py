@@ -371,4 +371,4 @@ _SPECIAL: dict[str, Any] = {
     "barrier": cores.compile_barrier,
     "delay": _delay,
 }
-_NO_WORK = frozenset({"debug_callback", "debug_print", "trace_value", "touch", "add_dependency"})
+_NO_WORK = frozenset({"debug_callback", "debug_print", "trace_value", "add_dependency"})

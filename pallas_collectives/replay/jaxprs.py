@@ -61,7 +61,7 @@ def open_jaxpr(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> tuple[Any, list[Any]]:
 
 def called_jaxpr(eqn: JaxprEqn) -> Any | None:
     """The jaxpr of an equation that only calls it (jit, shard_map, custom_jvp_call, …), or None."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+    for key in ("jaxpr", "call_jaxpr"):
         if key in eqn.params:
             return eqn.params[key]
     return None
@@ -69,7 +69,7 @@ def called_jaxpr(eqn: JaxprEqn) -> Any | None:
 
 def pallas_name(eqn: JaxprEqn) -> str:
     """The kernel's name as its author wrote it, best effort."""
-    name = eqn.params.get("name") or getattr(eqn.params.get("name_and_src_info"), "name", None)
+    name = eqn.params.get("name")
     if not name:
         body = eqn.params["jaxpr"] if "jaxpr" in eqn.params else eqn.params["jaxprs"][0]
         debug = getattr(open_jaxpr(body)[0], "debug_info", None)
@@ -85,17 +85,12 @@ def on_sparsecore(eqn: JaxprEqn) -> bool:
 
 def collective_id(eqn: JaxprEqn) -> int | None:
     """The collective id that a kernel was given."""
-    return getattr(_compiler_params(eqn), "collective_id", None)
+    return getattr(eqn.params.get("compiler_params"), "collective_id", None)
 
 
 def skips_device_barrier(eqn: JaxprEqn) -> bool:
     """Whether a kernel asks the compiler for no barrier of all devices."""
-    return bool(getattr(_compiler_params(eqn), "skip_device_barrier", False))
-
-
-def _compiler_params(eqn: JaxprEqn) -> Any:
-    params = eqn.params.get("compiler_params")
-    return next(iter(params.values()), None) if isinstance(params, dict) else params
+    return bool(getattr(eqn.params.get("compiler_params"), "skip_device_barrier", False))
 
 
 def equations(jaxpr: core.Jaxpr | core.ClosedJaxpr) -> Iterator[Any]:

@@ -100,8 +100,7 @@ def _lines(eqn: JaxprEqn) -> Iterator[Line]:
     traceback = getattr(eqn.source_info, "traceback", None)
     for frame in getattr(traceback, "frames", ()) if traceback is not None else ():
         path, function = frame.file_name, frame.function_name.rsplit(".", 1)[-1]
-        number = int(getattr(frame, "line_num", 0) or getattr(frame, "start_line", 0))
-        yield Line(path, number, function, _rank(path))
+        yield Line(path, frame.line_num, function, _rank(path))
 
 
 def _rank(path: str) -> int:

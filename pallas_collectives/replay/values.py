@@ -188,7 +188,6 @@ IDENTITY = frozenset(
         "stop_gradient",
         "multiple_of",
         "copy",
-        "copy_p",
         "pvary",
         "reduce_precision",
         "optimization_barrier",
