@@ -120,11 +120,14 @@ def launch(plan: KernelPlan, *operands: Any, **options: Any) -> jax.Array:
     """
     codec = options.get("codec")
     packed = plan.record.packed if codec else True
-    assert packed, f"{plan.algorithm} packs nothing"
-    launcher = plan.record.launcher if packed is True else packed
+    if packed is True:
+        launcher, where = plan.record.launcher, {"vmem": plan.vmem}
+    else:  # packs on the way from HBM
+        assert packed and not plan.vmem, f"{plan.algorithm} packs nothing"
+        launcher, where = packed, {}
     engine = sparsecore.wanted(plan.on_sparsecore, for_products=plan.for_products)
     with engine, kernels.told() as chunking:
-        y: jax.Array = launcher(*operands, vmem=plan.vmem, **options)
+        y: jax.Array = launcher(*operands, **where, **options)
     wire = codec.wire if codec else None
     counters.note(dataclasses.replace(plan, chunking=tuple(chunking), wire=wire))
     return y

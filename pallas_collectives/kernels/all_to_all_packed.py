@@ -119,11 +119,9 @@ def direct(
     split_axis: int,
     concat_axis: int,
     codec: Codec,
-    vmem: bool,
     interpret: Interpret,
 ) -> jax.Array:
     """Exchanges blocks of whole tiles of the codec's, as `all_to_all.direct` does."""
-    assert not vmem, "chunks are packed on their way from HBM"
     n = group.size
     block = block_shape(x.shape, split_axis, n)
     chunks = _chunks(block, n, x.dtype, codec)

@@ -133,11 +133,9 @@ def ring(
     split_axis: int,
     concat_axis: int,
     codec: Codec,
-    vmem: bool,
     interpret: Interpret,
 ) -> jax.Array:
     """Exchanges blocks of whole tiles of the codec's, as `all_to_all.ring` does."""
-    assert not vmem, "chunks are packed on their way from HBM"
     n = group.size
     block = block_shape(x.shape, split_axis, n)
     cut = _cut(block, n, x.dtype, codec)

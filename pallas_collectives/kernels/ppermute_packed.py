@@ -90,11 +90,9 @@ def direct(
     perm: Pairs,
     everyone: bool,
     codec: Codec,
-    vmem: bool,
     interpret: Interpret,
 ) -> jax.Array:
     """Sends x (rows, columns), whole tiles of the codec's, as `ppermute.direct` does."""
-    assert not vmem, "chunks are packed on their way from HBM"
     chunks = Chunks.of((x.shape[0], x.shape[1]), codec)
     return ppermute.launched(
         functools.partial(_kernel, chunks=chunks, codec=codec),

@@ -265,7 +265,7 @@ def exchanged(
 ) -> np.ndarray:
     """Every device's result of an all-to-all that packs, of x: (n, *operand)."""
     group = Group(("x",), (len(x),))
-    how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode]}
+    how: Any = {"interpret": harness.ADVERSARIES[mode]}
     at = {"split_axis": split, "concat_axis": concat}
 
     def program(x: jax.Array) -> jax.Array:
@@ -285,7 +285,7 @@ def exchange_holds(
 
 def check_exchange_compiled(kernel: Callable[..., jax.Array], generation: str, name: str) -> None:
     """An all-to-all that packs, over eight devices: its blocks lie in place."""
-    group, how = Group(("x",), (8,)), {"vmem": False, "interpret": False}
+    group, how = Group(("x",), (8,)), {"interpret": False}
 
     def program(x: jax.Array) -> Any:
         return [

@@ -38,7 +38,7 @@ def permuted(
 ) -> np.ndarray:
     """Every device's result, of x: (n, rows, columns)."""
     group, shift = Group(("x",), (len(x),)), perm == round_of(len(x))
-    how: Any = {"vmem": False, "interpret": harness.ADVERSARIES[mode], "everyone": not shift}
+    how: Any = {"interpret": harness.ADVERSARIES[mode], "everyone": not shift}
 
     def program(x: jax.Array) -> jax.Array:
         return ppermute_packed.direct(x, group, perm=perm, codec=Codec(wire), **how)
@@ -196,7 +196,7 @@ def test_without_credits_some_schedule_has_a_race(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_compiles_for_every_generation(generation: str) -> None:
-    group, how = Group(("x",), (8,)), {"vmem": False, "interpret": False}
+    group, how = Group(("x",), (8,)), {"interpret": False}
 
     def program(x: jax.Array) -> Any:
         return [

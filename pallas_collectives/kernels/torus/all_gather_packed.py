@@ -65,7 +65,6 @@ def gather(
     axis: int,
     lies: str,
     codec: Codec,
-    vmem: bool,
     interpret: Interpret,
 ) -> jax.Array:
     """Gathers x along `axis`; its last two dimensions are whole tiles of the codec's.
@@ -76,10 +75,8 @@ def gather(
       axis: not the last.
       lies: "ring", "line" or "torus": which way the group is gone through.
       codec: what travels.
-      vmem: False.
       interpret: as `launch.call` has it.
     """
-    assert not vmem, "blocks are packed on their way from HBM"
     group = _taken_for(group, lies)
     axes = devices.axes_of(group)
     view, plan = _seen_and_cut(axes, x.shape, axis, x.dtype, codec, launch.cores(interpret))

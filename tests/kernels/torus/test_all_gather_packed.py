@@ -40,7 +40,7 @@ def gathered(
     group = on_lines(sizes, lines) if len(sizes) > 1 else Group(("x",), sizes)
     lies = "torus" if len(sizes) > 1 else "line" if lines else "ring"
     params = harness.on_cores(mode) if cores == 2 else harness.ADVERSARIES[mode]
-    how: Any = {"vmem": False, "interpret": params}
+    how: Any = {"interpret": params}
 
     def program(x: jax.Array) -> jax.Array:
         codec = Codec(wire)
@@ -341,7 +341,7 @@ def test_no_schedule_has_a_race(
 def test_compiles_for_every_generation(topology: str, sizes: tuple[int, ...]) -> None:
     pytest.importorskip("libtpu")
     names = ("x", "y", "z")[: len(sizes)]
-    options: Any = {"vmem": False, "interpret": False, "axis": 0}
+    options: Any = {"interpret": False, "axis": 0}
 
     def program(x: jax.Array) -> Any:
         groups = [
