@@ -153,7 +153,7 @@ def _run(wanted: Settings, screen: Screen) -> int:
     kept = Results(screen, environment, wanted.named(), *files, resume=_RESUME.value)
     try:
         if wanted.wires:
-            _over_wires(kept, screen, wanted, mesh)
+            _over_wires(kept, wanted, mesh)
         elif wanted.pods:
             _replay(kept, screen, wanted)
         else:
@@ -185,7 +185,7 @@ def on_pods(wanted: Settings) -> Settings:
     return dataclasses.replace(wanted, pods=pods, sizes=sizes)
 
 
-def _over_wires(kept: Results, screen: Screen, wanted: Settings, mesh: Mesh) -> None:
+def _over_wires(kept: Results, wanted: Settings, mesh: Mesh) -> None:
     """Time beside error, over each wire and without."""
     tasks = wired_rows.plan(wanted)
     each, done = 1 + len(wanted.wires), kept.kept("wires")

@@ -87,7 +87,7 @@ def gathered(
         )
     block = x[None]
     if placement.nearest(group) is reach.torus:
-        axes, view = devices.axes_of(group), View.of(block.shape, 0, x.dtype)
+        axes, view = devices.axes_of(group), View.of(block.shape, 0)
         plan, tables = torus_gather.plan_of(axes, view, x.dtype), devices.tables(axes)
         block, stack = view.into(block, (1,) * len(axes)), plan.shape(devices.field_sizes(axes))
         way = torus_gather.way(plan)

@@ -28,7 +28,6 @@ def pipelined_all_gather_matmul(
     gather_axis: int = 0,
     return_gathered: bool = False,
     preferred_element_type: DTypeLike | None = None,
-    bidirectional: bool = True,
     backend: str | None = None,
 ) -> Any:
     """all_gather(x_shard, axis=gather_axis, tiled=True) @ w, each shard multiplied as it arrives.
@@ -40,7 +39,6 @@ def pipelined_all_gather_matmul(
       gather_axis: the dimension to gather along; any but the last, which is contracted.
       return_gathered: return (products, the gathered x).
       preferred_element_type: as `jnp.matmul`'s.
-      bidirectional: see `pipelined_all_gather_and_consume`.
       backend: see `pipelined_all_gather_and_consume`.
 
     Returns:
@@ -65,7 +63,6 @@ def pipelined_all_gather_matmul(
         axis_name,
         axis=gather_axis,
         tiled=True,
-        bidirectional=bidirectional,
         backend=backend,
     )
 

@@ -230,7 +230,7 @@ def _reason(order: Order, key: tuple[int, int], a: _Use, b: _Use) -> tuple[str, 
                 return unwaited
     for one, other in ((a, b), (b, a)):
         if one.writes and one.event.device != device and other.event.device == device:
-            return reasons.not_told(order, one.event, other.event, order.program.buffers[number])
+            return reasons.not_told(one.event, other.event, order.program.buffers[number])
     if a.ends_at is not None and b.ends_at is not None and a.writes and b.writes:
         return reasons.both_write(a.event, b.event, order.program.buffers[number].name)
     return (

@@ -156,7 +156,7 @@ def _filled_before(order: Order, use: Event, copy: Event) -> bool:
     return earlier
 
 
-def not_told(order: Order, copy: Event, other: Event, buffer: Buffer) -> tuple[str, str]:
+def not_told(copy: Event, other: Event, buffer: Buffer) -> tuple[str, str]:
     """That the sender of a copy does not know that another device has done with its buffer."""
     done, line = other.column.source.line, copy.column.source.line
     return (

@@ -57,7 +57,7 @@ def _in_rows(shape: tuple[int, ...], dtype: DType, wire: Wire) -> tuple[int, int
 
 def _along(shape: tuple[int, ...], axis: int, dtype: DType, wire: Wire) -> PackedLayout | None:
     """How a kernel can read an operand, pack it and gather it along an axis; None if it cannot."""
-    if _able(shape, dtype, wire) and sections.of_whole_tiles(shape, axis, dtype, Codec(wire)):
+    if _able(shape, dtype, wire) and sections.of_whole_tiles(shape, axis, Codec(wire)):
         return PackedLayout(shape, axis)
     seen = None if math.prod(shape[:axis]) > 1 else _in_rows(shape, dtype, wire)
     return seen and PackedLayout(seen, 0)
@@ -83,7 +83,7 @@ def _exchanged(
         if not _able(block, dtype, wire):
             return None
         leaves, comes = (
-            sections.of_whole_tiles(block, axis, dtype, Codec(wire)) for axis in (split, concat)
+            sections.of_whole_tiles(block, axis, Codec(wire)) for axis in (split, concat)
         )
         row = math.prod(block) // LANES, LANES
         return Blocks(row, 0, 0, (leaves, comes)) if leaves and comes else None

@@ -76,7 +76,7 @@ def barrier_with_neighbours(*rings: Ring, meanwhile: Meanwhile = nothing) -> Non
     _barrier([(ring, False) for ring in rings], meanwhile)
 
 
-def barrier_along_line(ring: Ring, *, meanwhile: Meanwhile = nothing) -> None:
+def barrier_along_line(ring: Ring, *, meanwhile: Meanwhile) -> None:
     """Returns when the neighbours on a line have entered this kernel; those at its ends have one.
 
     As `barrier_with_neighbours`: each neighbour adds 1, the wait takes as many as there are, and
@@ -123,9 +123,7 @@ def barrier_with_everyone(ring: Ring, *, meanwhile: Meanwhile = nothing) -> None
         pl.semaphore_wait(semaphore, ring.size - 1)
 
 
-def barrier_with_jumps(
-    rings: Sequence[Ring], jumps_ref: Ref, *, meanwhile: Meanwhile = nothing
-) -> None:
+def barrier_with_jumps(rings: Sequence[Ring], jumps_ref: Ref, *, meanwhile: Meanwhile) -> None:
     """Returns when the devices at some distances along each ring have entered this kernel.
 
     As `barrier_with_neighbours`: each adds 1, the wait takes as many as there are, and none can
@@ -180,9 +178,7 @@ def barrier_with_partners(ring: Ring, partners_ref: Ref, *, meanwhile: Meanwhile
         pl.when(target >= 0)(lambda: pl.semaphore_wait(semaphore, 1))
 
 
-def barrier_with(
-    ring: Ring, peers_ref: Ref, semaphore: Semaphore, *, meanwhile: Meanwhile = nothing
-) -> None:
+def barrier_with(ring: Ring, peers_ref: Ref, semaphore: Semaphore, *, meanwhile: Meanwhile) -> None:
     """Returns when all peers, so many and then their positions in SMEM, have entered this kernel.
 
     Each adds 1. It is safe where none leaves the kernel before all of its own peers have passed

@@ -46,7 +46,7 @@ def all_axes(
 ) -> jax.Array:
     """Gathers x along `axis`; `axis` must be `sliceable` for x's shape."""
     axes = devices.axes_of(group)
-    view = View.of(x.shape, axis, x.dtype)
+    view = View.of(x.shape, axis)
     plan = plan_of(axes, view, x.dtype)
     gathering = way(plan)
     y = launch.call(

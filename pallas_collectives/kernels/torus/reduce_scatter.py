@@ -191,7 +191,7 @@ def fits_packed(
     They can if blocks are whole tiles of the codec's, and the scratch leaves VMEM room: pieces of
     what several axes have met may be too large.
     """
-    if sections.of_whole_tiles(block, axis, dtype, codec) is None:
+    if sections.of_whole_tiles(block, axis, codec) is None:
         return False
     of: Any = functools.partial(ScatterScratch.of, vmem=False, left=dtype)
     of = functools.partial(PackedScratch.of if back else of, dtype=dtype, codec=codec)

@@ -70,10 +70,10 @@ def seen_and_cut(
 ) -> tuple[View, Shares]:
     """How blocks of a shape along an axis are seen, and cut: see `plan_of`."""
     if codec := how["codec"]:
-        packed = of_whole_tiles(shape, axis, dtype, codec)
+        packed = of_whole_tiles(shape, axis, codec)
         assert packed is not None, f"{shape} is to be whole tiles of {codec.tile}"
         return packed, plan_of(axes, packed.block, packed.at, dtype, scratch_of, **how)
-    view = View.of(shape, axis, dtype)
+    view = View.of(shape, axis)
     plan = plan_of(axes, view.block, view.at, dtype, scratch_of, **how)
     if not how["vmem"] and vmem_bytes(scratch_of(plan)) > _room(None, len(axes)):
         view = View.of_tiles(shape, axis) or view  # rows of tiles are too wide to be cut between
@@ -81,7 +81,7 @@ def seen_and_cut(
     return view, plan
 
 
-def of_whole_tiles(shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec) -> View | None:
+def of_whole_tiles(shape: tuple[int, ...], axis: int, codec: Codec) -> View | None:
     """How blocks along an axis are seen as whole tiles of a codec's; None if they cannot be.
 
     Where its groups are a tile's width, they can be cut between any two tiles.
@@ -92,7 +92,7 @@ def of_whole_tiles(shape: tuple[int, ...], axis: int, dtype: DType, codec: Codec
     if columns == LANES and (view := View.of_lanes(shape, axis)) and view.block[-2] % rows == 0:
         return view
     whole = shape[-2] % rows == shape[-1] % columns == 0
-    return View.of(shape, axis, dtype) if whole else None
+    return View.of(shape, axis) if whole else None
 
 
 def plan_of(

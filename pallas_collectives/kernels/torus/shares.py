@@ -362,7 +362,7 @@ class Shares:
 
 def cuts(shape: tuple[int, ...], axis: int, dtype: DType) -> int:
     """Into how many parts blocks of a shape, along an axis, can be cut."""
-    block = View.of(shape, axis, dtype).block
+    block = View.of(shape, axis).block
     cut, grain = _finest_cut(block, dtype, 1)
     return block[cut] // grain
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from pallas_collectives.annotations import DType
 from pallas_collectives.tiles import LANES, SUBLANES
 
 
@@ -33,7 +32,7 @@ class View:
     at: int
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], axis: int, dtype: DType) -> "View":
+    def of(cls, shape: tuple[int, ...], axis: int) -> "View":
         """The view of blocks of a shape along an axis."""
         if axis < len(shape) - 1:
             return cls(shape, axis, shape, axis)
