@@ -1,4 +1,4 @@
-"""Every difference between JAX versions, and every private JAX name, in one place.
+"""Every private JAX name, and most of what differs between JAX versions, in one place.
 
 Comments name the versions that need something. What names no version is needed by all that the
 package runs on, JAX 0.10 to 0.12, because JAX has no public way to do it.

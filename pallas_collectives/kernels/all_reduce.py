@@ -54,7 +54,7 @@ def ring(
     """Reduces x, of shape (n, whole tiles), over the group.
 
     On a SparseCore it is two kernels: vector subcores scatter the sum, the scalar one gathers it.
-    `packed` is a `codec` for what travels: see `torus.all_reduce`.
+    `packed` is a `codec` for what travels: see `torus.reduce_scatter.all_reduce`.
     """
     if packed:
         return _in_sections(x, group, op=op, vmem=vmem, interpret=interpret, **packed)

@@ -131,7 +131,7 @@ class Step:
 
     @property
     def multiplies(self) -> bool:
-        """The same, alone or in one kernel with its collective."""
+        """Whether it is such a product, alone or in one kernel with its collective."""
         return self.eqn is not None and self.eqn.primitive.name in (_PRODUCT, *_FUSED)
 
     @property

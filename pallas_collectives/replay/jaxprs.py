@@ -1,6 +1,6 @@
 """What replay must know of JAX's jaxprs: what equations hold, and what kernels are made of.
 
-This file and `operations` alone depend on how JAX 0.10 to 0.12 write jaxprs. Everything is reached
+Most of what depends on how JAX 0.10 to 0.12 write jaxprs is here and in `operations`. It is reached
 through an equation's own public parameters; primitives are told apart by name.
 """
 
