@@ -49,7 +49,7 @@ from benchmarks.probes import estimates, parts, rigs, risky, spaces
 from benchmarks.probes.rig import Rig
 from benchmarks.results import Results, Saved
 from benchmarks.rows import Asked, Measured, Probed
-from benchmarks.settings import AXES, FlagError, Settings
+from benchmarks.settings import AXES, FlagError, Settings, check_no_arguments
 from benchmarks.tables import Screen
 from pallas_collectives import multihost
 from pallas_collectives.catalogue import ALGORITHMS
@@ -87,8 +87,7 @@ REAL, SIMULATED = Effort(1000, 100, 12), Effort(1, 2, 5)
 
 def main(argv: Sequence[str]) -> int:
     """Runs all of it; the exit status says whether all was right."""
-    if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
+    check_no_arguments(argv)
     results.check_writable(f"{_OUT.value}.json", "--certificate")
     until = time.monotonic() + 60 * _MINUTES.value
     if _STAGE.value == "all" and not flags.FLAGS.resume:

@@ -65,6 +65,13 @@ def kind() -> str:
     return "simulated" if found == "cpu" else found
 
 
+def check_gpus(command: str, timed: str) -> None:
+    """Refuses a command, and what it times, where there are not two GPUs."""
+    if kind() != "gpu" or jax.device_count() < 2:
+        rule = f"it times {timed}, and JAX finds {jax.device_count()} devices of kind {kind()}"
+        raise FlagError(command, rule, "run it where two GPUs are")
+
+
 def backends(kind: str) -> tuple[str, ...]:
     """The backends to run by default: the platform's own, and lax beside it."""
     match kind:

@@ -66,8 +66,7 @@ _ROUTINGS = flags.DEFINE_list("routings", ["balanced", "zipf", "worst"], "Which 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the rows."""
-    if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
+    settings.check_no_arguments(argv)
     if unknown := set(_ROUTINGS.value) - set(ROUTINGS):
         rule = f"the routings are {', '.join(ROUTINGS)}"
         raise FlagError(f"--routings={min(unknown)}", rule, "use names from that list")

@@ -136,8 +136,7 @@ def header(last: str) -> str:
 
 def main(argv: Sequence[str]) -> int:
     """Prints the rows of what the flags ask for."""
-    if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
+    settings.check_no_arguments(argv)
     named = [*map(shape_of, _SHAPES.value or ())]
     if unknown := set(_FUSED.value) - set(OPS):
         rule = f"the products are {', '.join(OPS)}"

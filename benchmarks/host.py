@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import pallas_collectives
 from benchmarks import devices, timing
 from benchmarks.cases import CASES, Case
-from benchmarks.settings import FlagError
+from benchmarks.settings import check_no_arguments
 from pallas_collectives import catalogue, nccl
 
 WARMUPS = 5
@@ -40,14 +40,9 @@ Call = Callable[[jax.Array], jax.Array]
 
 def main(argv: Sequence[str]) -> int:
     """Prints the rows."""
-    if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "this command takes no arguments", "see --help")
+    check_no_arguments(argv)
     devices.prepare(1)
-    if devices.kind() != "gpu" or jax.device_count() < 2:
-        where = f"{jax.device_count()} devices of kind {devices.kind()}"
-        raise FlagError(
-            "host", f"it times NCCL, and JAX finds {where}", "run it where two GPUs are"
-        )
+    devices.check_gpus("host", "NCCL")
     mesh = Mesh(np.array(jax.devices()), ("x",))
     with nccl.create(jax.devices(), name="callback") as group:
         if devices.speaks():

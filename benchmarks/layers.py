@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import pallas_collectives
 from benchmarks import devices
-from benchmarks.settings import FlagError
+from benchmarks.settings import FlagError, check_no_arguments
 
 _STACK = flags.DEFINE_string(
     "stack", "16x4096x4096", "LAYERSxWIDTHxTOKENS: w is bfloat16[width, width]; tokens on each GPU."
@@ -37,16 +37,11 @@ Form = Callable[..., jax.Array]
 
 def main(argv: Sequence[str]) -> int:
     """Prints the rows."""
-    if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "this command takes no arguments", "see --help")
+    check_no_arguments(argv)
     devices.prepare(1)
     n = jax.device_count()
     layers, width, tokens = sizes(_STACK.value, n)
-    if devices.kind() != "gpu" or n < 2:
-        where = f"{n} devices of kind {devices.kind()}"
-        raise FlagError(
-            "layers", f"it times GPUs, and JAX finds {where}", "run it where two GPUs are"
-        )
+    devices.check_gpus("layers", "GPUs")
     mesh = Mesh(np.array(jax.devices()), ("x",))
     programs = {name: compiled(form, mesh, layers) for name, form in forms().items()}
     operands = {name: arrays(mesh, layers, width, tokens, name) for name in programs}

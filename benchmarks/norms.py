@@ -24,7 +24,6 @@ import pallas_collectives
 from benchmarks import devices, settings
 from benchmarks.fused import PODS, machine_of
 from benchmarks.replay_rows import mesh_axes
-from benchmarks.settings import FlagError
 from pallas_collectives.overlap import residual_norm
 from pallas_collectives.replay import Machine, Report, replay
 
@@ -59,8 +58,7 @@ HEADER = f"{'where':12}{'rows':>6}{'bytes':>10}" + "".join(
 
 def main(argv: Sequence[str]) -> int:
     """Prints the rows of what the flags ask for."""
-    if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
+    settings.check_no_arguments(argv)
     counts = [settings.parse_count(text, "--rows") for text in _ROWS.value]
     machines = list(map(machine_of, PODS.value))
     devices.prepare(2)

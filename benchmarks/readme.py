@@ -31,7 +31,7 @@ from benchmarks import compiled, devices, fused, replay_rows, results
 from benchmarks.cases import CASES, Case, named
 from benchmarks.results import Results, Saved
 from benchmarks.rows import Compiled, Measured, Replayed
-from benchmarks.settings import FlagError, Settings
+from benchmarks.settings import FlagError, Settings, check_no_arguments
 from benchmarks.steps import keeping
 from benchmarks.tables import Screen, grid
 from pallas_collectives import catalogue
@@ -70,8 +70,7 @@ _DTYPE = "float32"
 
 def main(argv: Sequence[str]) -> int:
     """Writes the tables into the pages, or says which are out of date."""
-    if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
+    check_no_arguments(argv)
     if _RECOMPUTE.value:
         recompute(Screen())
     before = [page.read_text() for page in PAGES]

@@ -31,6 +31,12 @@ class FlagError(CollectiveError):
         self.said = (value, rule, remedy)  # for another process to raise it again
 
 
+def check_no_arguments(argv: Sequence[str]) -> None:
+    """Refuses what is no flag, behind the name of a command that takes flags only."""
+    if argv[1:]:
+        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
+
+
 def parse_steps(first: str, last: str, factor: str) -> tuple[int, ...]:
     """The sizes of nccl-tests' -b, -e and -f; a last size or a factor left out is as there."""
     for size, flag in ((first, "-b"), (last or first, "-e")):

@@ -71,8 +71,7 @@ _LEARN = flags.DEFINE_bool(
 
 def main(argv: Sequence[str]) -> int:
     """Compiles what the flags ask for; 1 if something did not compile."""
-    if argv[1:]:
-        raise FlagError(f"argument {argv[1]!r}", "this command takes flags only", "see --help")
+    settings.check_no_arguments(argv)
     compiles = compiled.is_available()
     where = [settings.parse_slice(text, "--topology") for text in _TOPOLOGY.value]
     for name in _PROGRAM.value:
