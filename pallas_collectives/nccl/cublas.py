@@ -8,14 +8,12 @@ column-major there, so that cuBLASLt is asked for the transposed product, W^T X^
 import ctypes
 import dataclasses
 import functools
-import importlib.util
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_collectives.nccl import cuda
 from pallas_collectives.nccl.errors import CallError, LibraryError
-from pallas_collectives.nccl.library import loaded
+from pallas_collectives.nccl.library import installed, loaded
 from pallas_collectives.nccl.tape import Address, address_in
 
 # cuBLASLt's numbers for what is named here.
@@ -199,7 +197,8 @@ def library() -> Library:
 
     Raises LibraryError where there is neither.
     """
-    path = loaded("libcublasLt.so") or _installed()
+    wheels = (installed(wheel, "libcublasLt.so.*") for wheel in ("nvidia.cu13", "nvidia.cublas"))
+    path = loaded("libcublasLt.so") or next(filter(None, wheels), None)
     if path is None:
         raise LibraryError("no libcublasLt found: install JAX with its CUDA wheels, 'jax[cuda13]'")
     return Library(path)
@@ -212,18 +211,6 @@ def _room(driver: cuda.Driver, ordinal: int) -> tuple[ctypes.c_void_p, int]:
     with driver.outside_captures(), driver.device(ordinal):
         library().call("cublasLtCreate", ctypes.byref(handle))
         return handle, driver.allocate(ordinal, _WORKSPACE)
-
-
-def _installed() -> str | None:
-    for wheel in ("nvidia.cu13", "nvidia.cublas"):
-        try:
-            spec = importlib.util.find_spec(wheel)
-        except ModuleNotFoundError:
-            return None
-        for folder in spec.submodule_search_locations or () if spec else ():
-            for file in sorted(pathlib.Path(folder, "lib").glob("libcublasLt.so.*")):
-                return str(file)
-    return None
 
 
 @functools.cache

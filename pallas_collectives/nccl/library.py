@@ -170,16 +170,16 @@ def loaded(name: str = "libnccl.so") -> str | None:
     return None
 
 
-def installed() -> str | None:
-    """The libnccl of NVIDIA's wheel, or None."""
+def installed(wheel: str = "nvidia.nccl", name: str = "libnccl.so.2") -> str | None:
+    """The library of a wheel of NVIDIA's whose file is named so, "*" as in a shell; or None."""
     try:
-        spec = importlib.util.find_spec("nvidia.nccl")
+        spec = importlib.util.find_spec(wheel)
     except ModuleNotFoundError:
         return None
     for folder in spec.submodule_search_locations or () if spec else ():
-        file = pathlib.Path(folder) / "lib" / "libnccl.so.2"
-        if file.is_file():
-            return str(file)
+        for file in sorted(pathlib.Path(folder, "lib").glob(name)):
+            if file.is_file():
+                return str(file)
     return None
 
 
