@@ -14,7 +14,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable
 
-from pallas_collectives.kernels.machinery.blocks import LANES
+from pallas_collectives.kernels.machinery.blocks import LANES, up
 from pallas_collectives.replay.views import Buffer
 
 _SUBLANES, _WORD = 8, 4
@@ -61,13 +61,9 @@ def size(buffer: Buffer) -> int:
     if 0 in buffer.shape:
         return 0
     *outer, rows, lanes = (1, 1, *buffer.shape)
-    lanes = _up(lanes, LANES)
+    lanes = up(lanes, LANES)
     if len(buffer.shape) > 1:
         packed = max(1, _WORD // buffer.itemsize)
         few = 1 << (rows - 1).bit_length()  # the power of two that holds them
-        rows = max(few, packed) if few < _SUBLANES else _up(rows, _SUBLANES)
+        rows = max(few, packed) if few < _SUBLANES else up(rows, _SUBLANES)
     return math.prod(outer) * rows * lanes * buffer.itemsize
-
-
-def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple

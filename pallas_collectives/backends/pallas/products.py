@@ -22,7 +22,7 @@ from pallas_collectives.backends import canonical
 from pallas_collectives.backends.plans import How
 from pallas_collectives.kernels import collective_matmul, matmul_plan
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes, up
 from pallas_collectives.topology import placement, two_rings
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName
@@ -119,11 +119,6 @@ class ProductLayout:
         size = self.shape[self.axis] // self.n * n
         kept = blocks[:, :, : self.rows, :last]
         return kept.reshape(*self.shape[: self.axis], size, *self.shape[self.axis + 1 : -1], last)
-
-
-def up(size: int, step: int) -> int:
-    """`size`, rounded up to a multiple of `step`."""
-    return -(-size // step) * step
 
 
 def kernel_dtype(out_dtype: DTypeLike) -> DType:

@@ -17,12 +17,16 @@ def sublanes(dtype: DType) -> int:
     return 8 * max(1, 4 // jnp.dtype(dtype).itemsize)
 
 
+def up(size: int, step: int) -> int:
+    """`size`, rounded up to a multiple of `step`."""
+    return -(-size // step) * step
+
+
 def padded_bytes(x: jax.Array | jax.ShapeDtypeStruct) -> int:
     """Bytes of an array in VMEM, its last two dimensions rounded up to whole tiles."""
     shape = (1, 1, *x.shape)
-    rows = -(-shape[-2] // sublanes(x.dtype)) * sublanes(x.dtype)
-    lanes = -(-shape[-1] // LANES) * LANES
-    return math.prod(shape[:-2]) * rows * lanes * jnp.dtype(x.dtype).itemsize
+    rows = up(shape[-2], sublanes(x.dtype))
+    return math.prod(shape[:-2]) * rows * up(shape[-1], LANES) * jnp.dtype(x.dtype).itemsize
 
 
 def block_shape(shape: tuple[int, ...], axis: int, n: int) -> tuple[int, ...]:

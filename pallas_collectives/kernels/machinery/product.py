@@ -20,7 +20,7 @@ import itertools
 import jax.numpy as jnp
 
 from pallas_collectives.annotations import DType
-from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
+from pallas_collectives.kernels.machinery.blocks import LANES, sublanes, up
 from pallas_collectives.topology.chips import Chip
 
 # The compiler unrolls a product of tiles: 2^30 multiplications take it about two seconds. Deeper
@@ -155,7 +155,7 @@ def vmem(problem: Problem, tiles: Tiles) -> int:
     """Bytes of VMEM: places of tiles, a sum under way, and what the compiler keeps."""
     p, t = problem, tiles
     weight = {
-        "all": p.depth * _up(p.columns, t.columns),
+        "all": p.depth * up(p.columns, t.columns),
         "some": (across(p, t) - fetched_anew(p, t) + 2) * p.depth * t.columns,
         "panel": 2 * p.depth * t.columns,
         "tile": 2 * t.depth * t.columns,
@@ -268,7 +268,3 @@ def _hbm_rate(chip: Chip, cores: int) -> float:
 def across(problem: Problem, tiles: Tiles) -> int:
     """How many tiles of columns w has."""
     return -(-problem.columns // tiles.columns)
-
-
-def _up(size: int, step: int) -> int:
-    return -(-size // step) * step
