@@ -12,14 +12,6 @@ from pallas_collectives.replay import style, timeline
 from pallas_collectives.replay.engine import Message
 from pallas_collectives.replay.report import Report
 
-_COLOURS = {
-    "core": style.WAITING,
-    "remote copies": style.LINK,
-    "local copies": style.LOCAL,
-    "link": style.LINK,
-    "for ever": style.LOST,
-}
-
 
 def _pyplot() -> Any:
     try:
@@ -41,13 +33,13 @@ def gantt(report: Report, *, max_rows: int = 40) -> Any:
     plt = _pyplot()
     folded, links = timeline.lanes(report)
     for_links = min(len(links), max(max_rows // 2, max_rows - sum(len(x.rows) for x in folded)))
-    rows: list[tuple[str, str, list[Any]]] = []
+    rows: list[timeline.Row] = []
     shown = 0
     for lane in folded:
         if rows and len(rows) + len(lane.rows) > max_rows - for_links:
             break
         shown += 1
-        rows += [(f"{lane.devices}: {row}", row, lane.rows[row]) for row in sorted(lane.rows)]
+        rows += lane.labelled()
     drawn = links[: max(1, max_rows - len(rows))]
     rows += [(name, "link", spans) for name, spans in drawn]
     figure, axes = plt.subplots(figsize=(10, 1.2 + 0.28 * len(rows)), layout="constrained")
@@ -55,7 +47,7 @@ def gantt(report: Report, *, max_rows: int = 40) -> Any:
         axes.broken_barh(
             [(i.start * 1e6, (i.end - i.start) * 1e6) for i in spans],
             (y - 0.4, 0.8),
-            facecolors=[_colour(kind, i.name) for i in spans],
+            facecolors=[timeline.colour(kind, i.name) for i in spans],
             edgecolors="white",
             linewidth=0.4,
         )
@@ -67,10 +59,6 @@ def gantt(report: Report, *, max_rows: int = 40) -> Any:
     title = f"{report.machine}: waits, copies (remote ones and links: ochre)"
     axes.set_title(f"{title}; {more} not drawn" if more else title)
     return figure
-
-
-def _colour(kind: str, name: str) -> str:
-    return _COLOURS["for ever"] if name == timeline.FOR_EVER else _COLOURS[kind]
 
 
 def link_heat(report: Report) -> Any:

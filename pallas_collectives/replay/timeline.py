@@ -9,11 +9,18 @@ import math
 
 import numpy as np
 
+from pallas_collectives.replay import style
 from pallas_collectives.replay.program import Start
 from pallas_collectives.replay.report import Report
 
 FOR_EVER = "waits for ever"  # the name of a wait in a deadlock; it is drawn to the end
 _BEYOND = 1.1  # so far past the last event
+_COLOURS = {
+    "core": style.WAITING,
+    "remote copies": style.LINK,
+    "local copies": style.LOCAL,
+    "link": style.LINK,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +35,9 @@ class Interval:
     end: float
     name: str
     detail: dict[str, str]
+
+
+Row = tuple[str, str, list[Interval]]  # of a picture: its label, its kind, and what is drawn
 
 
 def intervals(report: Report) -> list[Interval]:
@@ -87,6 +97,15 @@ class Lane:
 
     devices: str
     rows: dict[str, list[Interval]]
+
+    def labelled(self) -> list[Row]:
+        """Its rows."""
+        return [(f"{self.devices}: {row}", row, self.rows[row]) for row in sorted(self.rows)]
+
+
+def colour(kind: str, name: str) -> str:
+    """The colour of an interval of a name in a row of a kind."""
+    return style.LOST if name == FOR_EVER else _COLOURS[kind]
 
 
 def lanes(report: Report) -> tuple[list[Lane], list[tuple[str, list[Interval]]]]:

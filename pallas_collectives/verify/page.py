@@ -6,17 +6,11 @@ import math
 from collections.abc import Iterator
 from html import escape
 
-from pallas_collectives.replay import style, timeline
+from pallas_collectives.replay import timeline
 from pallas_collectives.replay.report import Report
 from pallas_collectives.replay.timeline import Interval
-from pallas_collectives.verify.verdict import HEADS, Case, Verdict, mesh_said, status_said
+from pallas_collectives.verify.verdict import HEADS, Verdict, mesh_said, status_said
 
-_COLOURS = {
-    "core": style.WAITING,
-    "remote copies": style.LINK,
-    "local copies": style.LOCAL,
-    "link": style.LINK,
-}
 _LABELS, _DRAWN, _ROW = 260, 900, 18  # widths in pixels, and the height of a row
 _DEVICES, _LINKS = 12, 8  # shown of each time line
 
@@ -62,16 +56,12 @@ def _body(verdict: Verdict) -> Iterator[str]:
         if case.report is not None and case.report.kernels:
             where = f"{mesh_said(case)} on {case.machine}"
             yield f"<h2>Time line, {escape(where)} (modelled)</h2>"
-            yield _lanes(case, case.report)
+            yield _lanes(case.report)
 
 
-def _lanes(case: Case, report: Report) -> str:
+def _lanes(report: Report) -> str:
     folded, links = timeline.lanes(report)
-    rows: list[tuple[str, str, list[Interval]]] = [
-        (f"{lane.devices}: {row}", row, lane.rows[row])
-        for lane in folded[:_DEVICES]
-        for row in sorted(lane.rows)
-    ]
+    rows = [row for lane in folded[:_DEVICES] for row in lane.labelled()]
     rows += [(name, "link", spans) for name, spans in links[:_LINKS]]
     end = max((span.end for _, _, spans in rows for span in spans), default=0) or 1.0
     height = _ROW * (len(rows) + 2)
@@ -96,10 +86,9 @@ def _lanes(case: Case, report: Report) -> str:
 
 def _bar(span: Interval, kind: str, y: int, end: float) -> str:
     x, width = _LABELS + _DRAWN * span.start / end, _DRAWN * (span.end - span.start) / end
-    colour = style.LOST if span.name == timeline.FOR_EVER else _COLOURS[kind]
     detail = "; ".join(f"{key} {value}" for key, value in span.detail.items() if value)
     said = f"{span.name}, {(span.end - span.start) * 1e6:.2f} µs: {detail}"
     return (
         f'<rect x="{x:.1f}" y="{y + 2}" width="{max(width, 0.6):.1f}" height="{_ROW - 5}" '
-        f'fill="{colour}"><title>{escape(said)}</title></rect>'
+        f'fill="{timeline.colour(kind, span.name)}"><title>{escape(said)}</title></rect>'
     )
