@@ -40,7 +40,7 @@ from jax.interpreters.mlir import ir
 from pallas_collectives import _compat
 from pallas_collectives.annotations import Number
 from pallas_collectives.backends.plans import IN_PAIRS, IS_AHEAD, IS_BEHIND
-from pallas_collectives.lowering import collective_times, gradient_sums, placed, turns
+from pallas_collectives.lowering import collective_times, gradient_sums, placed, questions, turns
 from pallas_collectives.lowering.chain import Chain, Sum
 from pallas_collectives.lowering.loops import NO_PRODUCTS, Loop
 from pallas_collectives.lowering.order import Timetable
@@ -65,7 +65,7 @@ def register() -> None:
         ctx: mlir.LoweringRuleContext, *args: ir.Value, **params: Any
     ) -> Sequence[ir.Value]:
         length, symbols = params["length"], ctx.dim_var_values  # symbols as in `jax.export`
-        if symbols or not length or not turns.holds_any(params["jaxpr"]):
+        if symbols or not length or not questions.holds_any(params["jaxpr"]):
             return by_jax(ctx, *args, **params)
         with placed.devices_known(ctx):
             found = rewritten(Loop.of(params, len(args)))

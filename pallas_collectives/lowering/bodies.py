@@ -15,7 +15,7 @@ from jax.interpreters import mlir
 from jax.interpreters.mlir import ir
 
 from pallas_collectives import _compat
-from pallas_collectives.lowering import placed, turns
+from pallas_collectives.lowering import placed, questions
 from pallas_collectives.lowering.ahead import rewritten
 from pallas_collectives.lowering.loops import Loop
 
@@ -32,7 +32,7 @@ def register() -> None:
     def lowering(
         ctx: mlir.LoweringRuleContext, *args: ir.Value, jaxpr: core.Jaxpr, **params: Any
     ) -> Sequence[ir.Value]:
-        if not ctx.dim_var_values and turns.holds_any(core.ClosedJaxpr(jaxpr, ())):
+        if not ctx.dim_var_values and questions.holds_any(core.ClosedJaxpr(jaxpr, ())):
             jaxpr = _as_one(jaxpr)
         return by_jax(ctx, *args, jaxpr=jaxpr, **params)
 

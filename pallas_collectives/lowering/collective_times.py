@@ -17,7 +17,7 @@ from pallas_collectives.backends import (
 )
 from pallas_collectives.backends.plans import UNSERVABLE, WirePlan
 from pallas_collectives.kernels import matmul_plan
-from pallas_collectives.lowering import turns
+from pallas_collectives.lowering import questions
 from pallas_collectives.lowering.turns import Step
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group
@@ -31,7 +31,7 @@ def under_way(step: Step, chip: chips.Chip) -> float:
     dtype = wire_choice.moved_dtype(step.eqn.params["how"], brought.dtype)
     if step.how and overlaps.for_its_reader(brought.size * dtype.itemsize, dtype, chip):
         return 0.0
-    if overlaps.by_xla(turns.collective_of(step.eqn), chip):
+    if overlaps.by_xla(questions.collective_of(step.eqn), chip):
         return 0.0
     found = _decided(step)
     return (found.us or 0.0) * 1e-6 if found and found.on_sparsecore else 0.0
@@ -54,7 +54,7 @@ def by_xla(step: Step, chip: chips.Chip) -> float:
 def beside_by_xla(step: Step, chip: chips.Chip) -> float:
     """What an exchange takes (modelled) that XLA runs beside products; 0 for others."""
     assert step.eqn is not None
-    if not overlaps.by_xla(turns.collective_of(step.eqn), chip):
+    if not overlaps.by_xla(questions.collective_of(step.eqn), chip):
         return 0.0
     found = _decided(step, beside=False)
     return (found.us or 0.0) * 1e-6 if found else 0.0
@@ -68,7 +68,7 @@ def on_either(step: Step, chip: chips.Chip) -> tuple[float, float, float | None]
     """
     assert step.eqn is not None
     over = wired(step)
-    if overlaps.by_xla(turns.collective_of(step.eqn), chip) and not over:
+    if overlaps.by_xla(questions.collective_of(step.eqn), chip) and not over:
         return None
     here, there = on_core(step), _decided(step, awaited=False)
     if not here or not there or not there.us or not there.on_sparsecore:
@@ -126,7 +126,7 @@ def longer_in_two(total: Step) -> float | None:
 def leave_out(step: Step, why: str) -> None:
     """Counts the wire of a collective as left out."""
     assert step.eqn is not None
-    op = turns.collective_of(step.eqn)
+    op = questions.collective_of(step.eqn)
     with counters.calling(counters.lax_name(op)):
         wire_choice.note_left_out(op, step.eqn.params["how"].wire, why)
 
@@ -135,7 +135,7 @@ def _decided(step: Step, **wishes: Any) -> fastest.Decision | None:
     """What would serve a collective, with some fields of its `How` others; None if lax must."""
     assert step.eqn is not None
     params, operand = step.eqn.params, _compat.type_of(step.eqn.invars[0])
-    op, how = turns.collective_of(step.eqn), dataclasses.replace(params["how"], **wishes)
+    op, how = questions.collective_of(step.eqn), dataclasses.replace(params["how"], **wishes)
     devices = group(step.eqn)
     if not wire_choice.gives_way(how) or (step.totals and slices.obstacle(devices, how.across)):
         return None

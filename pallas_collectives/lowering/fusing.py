@@ -26,7 +26,7 @@ from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import wire_choice
 from pallas_collectives.backends.plans import How
-from pallas_collectives.lowering import collective_times, turns
+from pallas_collectives.lowering import collective_times, questions
 from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.sums_in_two import in_two
 from pallas_collectives.lowering.turns import Step, numbers
@@ -204,7 +204,9 @@ class _Turn:
         if name in _DIMENSIONS:
             return (self._gathered if name == _GATHER else self._scattered)(collective, eqn)
         # No kernel's gather gives what is typed as equal on all devices.
-        return self._summed(collective, eqn) if turns.collective_of(eqn) == "all_reduce" else 0.0
+        return (
+            self._summed(collective, eqn) if questions.collective_of(eqn) == "all_reduce" else 0.0
+        )
 
     def _gathered(self, gather: Step, eqn: JaxprEqn) -> float:
         (whole,), brought = gather.writes, _types(eqn)[-1]

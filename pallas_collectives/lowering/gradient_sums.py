@@ -22,7 +22,7 @@ import jax
 from jax.extend import core
 
 from pallas_collectives import _compat
-from pallas_collectives.lowering import collective_times, turns
+from pallas_collectives.lowering import collective_times, questions, turns
 from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.loops import Loop
 from pallas_collectives.lowering.sums_in_two import in_two
@@ -174,7 +174,7 @@ def _stacked(flow: Dataflow, results: Set[int], psum: Step, k: int) -> tuple[Ste
             if place < carried:
                 return None
             return maker, _Row(place, converts, _of_row(_alone(psum, k)))
-        if maker.eqn.primitive.name != turns.CONVERT:
+        if maker.eqn.primitive.name != questions.CONVERT:
             break
         converts.append(maker)
         array, reader = maker.reads[0], maker

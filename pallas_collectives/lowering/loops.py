@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from pallas_collectives import _compat
-from pallas_collectives.lowering import collective_times, dataflow, fusing, order, turns
+from pallas_collectives.lowering import collective_times, dataflow, fusing, order, questions, turns
 from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.order import Call, Timetable
 from pallas_collectives.lowering.turns import Flat, Step, numbers
@@ -101,7 +101,7 @@ class Loop:
                 into = [x for x, end in ends if end == total and x in step.reads]
                 alone = self._flow.readers(into) == [step] and not self._flow.readers([total])
                 return alone and results.count(total) == 1 and into[0] not in results
-            if reader.eqn.primitive.name != turns.CONVERT:
+            if reader.eqn.primitive.name != questions.CONVERT:
                 return False
         return False
 

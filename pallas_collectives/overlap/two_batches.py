@@ -33,7 +33,7 @@ from jax.extend.core import JaxprEqn
 
 from pallas_collectives import validation
 from pallas_collectives.errors import CollectiveError
-from pallas_collectives.lowering import turns
+from pallas_collectives.lowering import questions
 from pallas_collectives.lowering.barrier import barrier
 from pallas_collectives.lowering.turns import Flat, Step, Value, numbers
 
@@ -209,7 +209,7 @@ class _Layer(NamedTuple):
 
 def _opens(eqn: JaxprEqn, inner: core.ClosedJaxpr) -> bool:
     """Whether a call's equations can stand in its place before derivatives are taken."""
-    return eqn.primitive.name == "jit" and any(map(turns.exchanges, inner.jaxpr.eqns))
+    return eqn.primitive.name == "jit" and any(map(questions.exchanges, inner.jaxpr.eqns))
 
 
 def _only_exchanges(step: Step) -> bool:

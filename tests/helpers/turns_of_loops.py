@@ -8,7 +8,7 @@ from jax import lax
 
 import pallas_collectives as pc
 from benchmarks.steps import schedule
-from pallas_collectives.lowering import collective_times, turns
+from pallas_collectives.lowering import collective_times, questions
 
 SAYS = "a loop's turn asks for it for the next one"
 LEAVES = "a loop's turn leaves it to the next one"
@@ -17,7 +17,7 @@ BARRIERS_SINCE = "0.0.50"  # older compilers put no products beside some scatter
 
 def fake(seconds: float, patch: pytest.MonkeyPatch) -> None:
     """Products take a second each, and collectives that many."""
-    patch.setattr(turns, "_seconds", lambda eqn, _: float(eqn.primitive.name == "dot_general"))
+    patch.setattr(questions, "seconds", lambda eqn, _: float(eqn.primitive.name == "dot_general"))
     patch.setattr(collective_times, "under_way", lambda step, chip: seconds)
     patch.setattr(collective_times, "on_core", lambda step: seconds)
 

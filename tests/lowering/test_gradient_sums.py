@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from benchmarks.steps import schedule
-from pallas_collectives.lowering import gradient_sums, turns
+from pallas_collectives.lowering import gradient_sums, questions
 from pallas_collectives.lowering.loops import Loop
 from turns_of_loops import BARRIERS_SINCE, LEAVES, asked, fake, is_loop_with, meanwhile
 
@@ -26,10 +26,10 @@ DEPTH, SIDE = 3, 128
 def hidden(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Products take a second each, and hide sums, which take half of one or three."""
     fake({"own turn": 0.5, "next turn": 3.0}[request.param], monkeypatch)
-    by_hand = turns._seconds
+    by_hand = questions.seconds
     monkeypatch.setattr(
-        turns,
-        "_seconds",
+        questions,
+        "seconds",
         lambda eqn, chip: by_hand(eqn, chip) if eqn.primitive.name != "scan" else 100.0,
     )
     monkeypatch.setattr(gradient_sums, "_times", lambda _: (9.0, 0.5))

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from benchmarks.steps import schedule
-from pallas_collectives.lowering import collective_times, order, turns
+from pallas_collectives.lowering import collective_times, order, questions, turns
 from pallas_collectives.lowering.loops import Loop
 from pallas_collectives.lowering.order import Call
 
@@ -297,7 +297,7 @@ def test_values_are_the_same_in_another_order(
     )
     want = jax.jit(mapped)(x, weights)
     found = harness.results_of(order, "best", monkeypatch)
-    monkeypatch.setattr(turns, "_seconds", lambda e, _: float(e.primitive.name == "dot_general"))
+    monkeypatch.setattr(questions, "seconds", lambda e, _: float(e.primitive.name == "dot_general"))
     monkeypatch.setattr(collective_times, "on_either", lambda step, chip: (2.0, 2.5, wire and 1.99))
     jax.clear_caches()
     over = wire and dict.fromkeys(("all_gather", "psum_scatter"), wire)
