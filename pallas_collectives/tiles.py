@@ -11,8 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_collectives.annotations import Number
-
 SUBLANES, LANES = 8, 128
 
 
@@ -35,7 +33,7 @@ def in_rows(x: jax.Array) -> jax.Array:
     return jnp.swapaxes(x, -2, -3).reshape(*lead, rows * SUBLANES, columns * LANES)
 
 
-def number(row: Number, column: Number, columns: int) -> Any:
+def number(row: Any, column: Any, columns: int) -> Any:
     """The place, in the order of tiles, of what is in a row and column of whole tiles."""
     down, along = (size.bit_length() - 1 for size in (SUBLANES, LANES))
     tile = (row >> down) * (columns >> along) + (column >> along)

@@ -150,7 +150,7 @@ def test_stochastic_rounding_is_unbiased_and_takes_either_neighbour(dtype: str) 
 
 @pytest.mark.parametrize("shape", [(64, 1024), (61, 1000)], ids=str)
 def test_noise_is_uniform_and_independent(shape: tuple[int, ...]) -> None:
-    """Of neighbours along rows and columns, of keys, and of keys with one word alike."""
+    """Neighbours along rows and columns, and noise of two keys, have nothing in common."""
     keys = [(0, 0), (0, 1), (1, 0), (12345, -7), (-7, 12345)]
     each = [np.asarray(wires.noise_of(key, shape), np.float64) for key in keys]
     size = each[0].size

@@ -53,6 +53,8 @@ class Averaged(NamedTuple):
         """None where nothing is rounded twice, or neither draws nor residues are asked for."""
         if wire is None or not (how.once and wire.scaled and how.algorithm in (None, EXCHANGE)):
             return None
+        if wire.optional and asked["residues"]:
+            return None  # an error
         if not quantized.are_sent(axis_name, groups, quantized.FLAT):
             return None
         several = validation.devices_of(axis_name, groups) > 2
