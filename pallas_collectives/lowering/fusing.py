@@ -288,7 +288,7 @@ class _Turn:
         chip, large = chips.current(), _tokens(collective) >= overlaps.NEAR
         if collective.params["how"].backend != "pallas" or (large and chip.name != "v5e"):
             return 0.0
-        weights = {p.w: p.types[1] for p in products if p.w in self._slices}
+        weights = {p.w: p.types[1] for p in products if {*numbers([p.w])} & self._slices}
         nbytes = sum(w.size * w.dtype.itemsize for w in weights.values())
         copied = 0 if nbytes < _WIDE else _COPIED * 2 * nbytes / chip.hbm_bandwidth
         return 2 * copied if large else copied

@@ -108,8 +108,8 @@ def like_laxs(program: Callable[..., Any], *, check_vma: bool = False) -> dict[s
     return kernels
 
 
-def lowered(topology: str, program: Callable[..., Any], **how: Any) -> Any:
-    """A program of x and the weights of large layers, for TPUs."""
+def lowered(topology: str, program: Callable[..., Any], *, rows: int = 2048, **how: Any) -> Any:
+    """A program of x, twice so many rows, and the weights of large layers, for TPUs."""
     pytest.importorskip("libtpu")
     devices = len(harness._topology(topology).devices)
     on = harness.tpu_mesh(topology, {"x": devices})
@@ -122,7 +122,7 @@ def lowered(topology: str, program: Callable[..., Any], **how: Any) -> Any:
     def typed(shape: tuple[int, ...], spec: P) -> Any:
         return jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(on, spec))
 
-    x = typed((2, 2048, 4096), P(None, "x"))
+    x = typed((2, rows, 4096), P(None, "x"))
     pc.reset_counts()
     with pc.override_lax(**how):
         return jax.jit(mapped).lower(x, {k: typed(shape, P()) for k, shape in sizes.items()})

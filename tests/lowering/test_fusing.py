@@ -70,7 +70,7 @@ LAYERS = {layer.__name__: layer for layer in (one, gated, turned, rows, within)}
 @pytest.fixture
 def quicker(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels are quicker than products and exchanges apart, whatever their sizes."""
-    monkeypatch.setattr(fusion, "cost", lambda *_: fusion.Cost(1e-6, 3e-6))
+    monkeypatch.setattr(fusion, "cost", lambda *_: fusion.Cost(1e-6, 3e-3))
 
 
 @pytest.mark.parametrize("layer", LAYERS)

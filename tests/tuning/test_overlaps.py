@@ -108,6 +108,22 @@ def test_what_xla_sums_in_vmem_stays_laxs(topology: str, kept: bool) -> None:
     assert served(topology, step, *sizes) == ["pallas", "xla" if kept else "pallas", "pallas"]
 
 
+@pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_what_xla_exchanges_in_vmem_between_products_stays_laxs(topology: str) -> None:
+    """Of up to 32 MiB: tokens that are gathered for products, and sums that these leave."""
+
+    def scattered(*terms: jax.Array) -> Any:
+        return [lax.psum_scatter(jnp.tanh(x), "x", tiled=True) for x in terms]
+
+    def gathered(*rows: jax.Array) -> Any:
+        return [lax.all_gather(jnp.tanh(x), "x", tiled=True) for x in rows]
+
+    near = "pallas" if topology.startswith("v5p") else "xla"
+    assert served(topology, scattered, 8 << 20, 64 << 20) == [near, "pallas"]
+    if topology.startswith("v6e"):  # elsewhere XLA has gathers in fusions, or in CMEM
+        assert served(topology, gathered, 1 << 20, 16 << 20) == ["xla", "pallas"]
+
+
 @pytest.mark.full
 def test_sums_by_name_are_the_cores_but_for_those_that_are_started() -> None:
     """Activations' are awaited; of gradients, at the end of a step, nothing is beside."""
