@@ -81,10 +81,11 @@ def override_lax(
         psum becomes, a psum_scatter and an all_gather, is ours with "psum" alone.
       keep: functions to leave to lax.
       wire: in what narrower numbers functions send floats, by lax's names: {"psum": "int8"} (see
-        `wires`). Where a wire would be slower, or cannot serve, it is left out, and counted
-        (`wire_counts`): so for gathers of weights that run beside products as they are, and where a
-        turn's order is as short without, on 7x with XLA's own calls in it. The sums that
-        `check_vma=True` adds to gradients use psum's wire.
+        `wires`). That of psum is pmean's too, unless "pmean" is named. Where a wire would be
+        slower, or cannot serve, it is left out, and counted (`wire_counts`): so for gathers of
+        weights that run beside products as they are, and where a turn's order is as short without,
+        on 7x with XLA's own calls in it. The sums that `check_vma=True` adds to gradients use
+        psum's wire.
       wire_backward: likewise, of these calls' derivatives, by the names of the calls. Without it
         they travel as they are.
       fuse: whether products may run in one kernel with tokens' exchanges. Such a kernel multiplies
@@ -121,11 +122,12 @@ def override_lax(
       [2. 2.]
     """
     names, _ = _names(everything=everything, only=only, keep=keep, fuse=fuse, ahead=ahead)
-    over = _checked_wires("wire", wire) | _checked_wires("wire_backward", wire_backward)
+    over = _checked_wires("wire", wire, names)
+    over |= _checked_wires("wire_backward", wire_backward, names)
     if unused := sorted({name for name, _, _ in over} - names):
         rule = "lax keeps that function, by `only` or `keep`"
         raise WireError(f"a wire for {unused[0]!r}", rule, "replace it, or leave its wire out")
-    wired = {name for name, argument, _ in over if argument == "wire"}
+    wired = {name for name, argument, _ in over if argument == "wire" and name in (wire or ())}
     with (
         _installed(),
         _overridden(names),
@@ -168,14 +170,16 @@ def _checked(argument: str, names: Any) -> frozenset[str]:
 
 
 def _checked_wires(
-    argument: str, given: Mapping[str, Any] | None
+    argument: str, given: Mapping[str, Any] | None, replaced: frozenset[str]
 ) -> frozenset[tuple[str, str, Wire]]:
     """The wires of functions by name, for an argument of theirs; each may be left out."""
     if given is not None and not isinstance(given, Mapping):
         rule = "it must map names of functions to wires"
         raise WireError(f"{argument}={given!r}", rule, "write it like {'psum': 'int8'}")
-    checked = []
-    for name, value in (given or {}).items():
+    checked, given = [], dict(given or {})
+    if "psum" in given and "pmean" in replaced:
+        given.setdefault("pmean", given["psum"])
+    for name, value in given.items():
         takes = [f for f in _CHOOSING if argument in inspect.signature(_ours(f)).parameters]
         if name not in takes:
             rule = f"the functions that take one are {', '.join(sorted(takes))}"

@@ -239,6 +239,24 @@ def test_a_context_without_programs_says_why(
         assert "no program was built: each was compiled before" in str(pc.override_report())
 
 
+@pytest.mark.parametrize(
+    "wire, taken", [({"psum": "int8"}, True), ({"psum": "int8", "pmean": None}, False)]
+)
+def test_the_wire_of_sums_is_that_of_means_unless_these_are_named(
+    wire: dict[str, Any], taken: bool
+) -> None:
+    x = np.ones((4, 2048, 128), np.float32)
+    run = harness.per_device(lambda x: jax.lax.pmean(x, "x"), harness.mesh(4))
+    with pc.override_lax(wire=wire):
+        run.lower(x)
+    report = pc.override_report()
+    assert [bool(each.sent) for each in report.wires] == [True] * taken
+    assert report.unused == (() if taken else ("psum",))
+    with pc.override_lax(only=["psum"], wire={"psum": "int8"}):
+        run.lower(x)
+    assert not pc.override_report().wires  # lax keeps means
+
+
 def test_calls_over_a_wire_are_counted_as_calls_and_named_as_lax_names_them() -> None:
     """An exchange is an all-to-all and a gather, and one psum all the same."""
 

@@ -110,7 +110,7 @@ def test_what_xla_sums_in_vmem_stays_laxs(topology: str, kept: bool) -> None:
 
 @pytest.mark.parametrize("topology", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
 def test_what_xla_exchanges_in_vmem_between_products_stays_laxs(topology: str) -> None:
-    """Of up to 32 MiB: tokens that are gathered for products, and sums that these leave."""
+    """Tokens of up to 32 MiB are: gathered for products, or sums that these leave."""
 
     def scattered(*terms: jax.Array) -> Any:
         return [lax.psum_scatter(jnp.tanh(x), "x", tiled=True) for x in terms]
