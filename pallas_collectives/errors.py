@@ -28,8 +28,8 @@ class BackendError(CollectiveError):
     """A backend that does not exist, or that is not there on this platform."""
 
 
-class UnservedError(BackendError):
-    """A collective that a backend has no function for."""
+class UnservedError(BackendError, NotImplementedError):
+    """A collective that a backend has no function for; lax raises a NotImplementedError."""
 
 
 class StartedError(CollectiveError, AttributeError):
