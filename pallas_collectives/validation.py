@@ -56,7 +56,7 @@ def devices_of(axis_name: AxisName, groups: Groups) -> int:
     return size_of(axis_name) if groups is None else len(groups[0])
 
 
-def plain_groups(groups: Groups) -> Groups:
+def plain_groups(groups: Groups) -> tuple[tuple[int, ...], ...] | None:
     """Groups that `check_groups` takes, also of NumPy's numbers, as tuples of ints."""
     return None if groups is None else tuple(tuple(map(operator.index, row)) for row in groups)
 

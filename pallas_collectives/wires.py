@@ -63,7 +63,8 @@ class Wire:
         cut an operand into blocks of 128s or of whole rows, and add up what was quantised once.
       rounding: "nearest", ties to even; or "stochastic", up or down so that the mean is the number.
       key: for stochastic rounding, of `jax.random`; devices along the axes that a collective names
-        draw numbers of their own from it, and those along other axes the same ones.
+        draw numbers of their own from it, and those along other axes the same ones. Calls with one
+        key draw the same: give each a key of its own.
       scales: "float32", or "power of two", by which multiplication is exact.
       optional: leave the wire out, and count that, where it would lose or cannot be had, instead of
         raising an error.

@@ -465,8 +465,10 @@ def test_a_sum_within_groups_has_no_type(name: str) -> None:
     x = jax.ShapeDtypeStruct((4, 16, 128), jnp.float32)
     call = functools.partial(getattr(pc, name), axis_name="x", axis_index_groups=GROUPS)
     typed = harness.per_device(call, harness.mesh(4))
-    with pytest.raises(UnservedError, match=rf"{name} with .* no type .* pass check_vma=False"):
-        jax.eval_shape(typed, x)
+    lost = functools.partial(call, wire="int8", return_residue=True)
+    for each in (typed, harness.per_device(lost, harness.mesh(4))):
+        with pytest.raises(UnservedError, match=rf"{name} with .* no type .* pass check_vma=False"):
+            jax.eval_shape(each, x)
     jax.eval_shape(harness.per_device(call, harness.mesh(4), check_vma=False), x)
     jax.eval_shape(harness.per_device(lambda x: x * call(1.0), harness.mesh(4)), x)
 
@@ -527,6 +529,10 @@ IN_STRICT_MODES: dict[str, Callable[[Any], Any]] = {
     "psum by exchange": lambda x: pc.psum(x, "x", order="rank", algorithm="exchange"),
     "psum by lax": lambda x: pc.psum(x, "x", order="rank", backend="xla"),
     "psum over a wire": lambda x: pc.psum(x, "x", wire="int8"),
+    "psum with a residue": lambda x: pc.psum(x, "x", wire="int8", return_residue=True),
+    "psum that draws": lambda x: pc.psum(
+        x, "x", wire=pc.Wire("int8", rounding="stochastic", key=jax.random.key(0))
+    ),
     "pmean": lambda x: pc.pmean(x, "x"),
     "pmean over a wire": lambda x: pc.pmean(x, "x", wire="int8"),
     "pmax": lambda x: pc.pmax(x, "x"),

@@ -99,8 +99,14 @@ class How:
 
     @property
     def differentiated(self) -> "How":
-        """Options of the call's derivatives: straight through, with a wire of their own."""
-        return dataclasses.replace(self, wire=self.wire_backward)
+        """Options of the call's derivatives: straight through, with a wire of their own.
+
+        An exchange, unless it keeps an order, is a way of wires with scales alone.
+        """
+        back, algorithm = self.wire_backward, self.algorithm
+        if algorithm == "exchange" and self.order is None and not (back and back.scaled):
+            algorithm = None
+        return dataclasses.replace(self, wire=back, algorithm=algorithm)
 
     @property
     def once_more_mapped(self) -> "How":

@@ -80,8 +80,8 @@ def settled(
     found = wire_ways.ways(op, x, blocks, group, how, sent_by)
     way = wire_ways.chosen(op, found, x.nbytes, how)
     bundled_later = catalogue.COLLECTIVES[op].sums_everywhere and placement.are_settled_later()
-    if not bundled_later and (lost := _lost(op, x, way.sent, wire)):
-        note_left_out(op, wire, lost)
+    if not bundled_later and (gone := lost(op, x, way.sent, wire)):
+        note_left_out(op, wire, gone)
         return None, plain, NO_WAY
     us = wire_ways.plain_us(op, x.nbytes, group, how)
     if wire.optional and us is not None and way.us is not None and way.us >= us:
@@ -119,7 +119,7 @@ def taken(op: str, x: jax.Array, sent: int, wire: Wire) -> Wire | None:
     """
     if not wire.optional:
         wires.check(wire, x.dtype, counters.lax_name(op))
-    if why := wires.obstacle(wire, x.dtype) or _lost(op, x, sent, wire) or _small(x, wire):
+    if why := wires.obstacle(wire, x.dtype) or lost(op, x, sent, wire) or _small(x, wire):
         note_left_out(op, wire, why)
         return None
     told: dict[str, Any] = {"wire": wire, "nbytes": x.nbytes, "sent": sent}
@@ -127,19 +127,23 @@ def taken(op: str, x: jax.Array, sent: int, wire: Wire) -> Wire | None:
     return wire
 
 
-def _lost(op: str, x: jax.Array, sent: int, wire: Wire) -> str:
-    """What a wire that takes no fewer bytes loses; "" if it gains. Raises where it was named."""
+def lost(op: str, x: jax.Array, sent: int, wire: Wire) -> str:
+    """What a wire that takes no fewer bytes loses; "" if it gains.
+
+    Raises:
+      WireError: it loses, and was named.
+    """
     if sent < x.nbytes:
         return ""
-    lost = f"with scales and padding it takes {sent} bytes in place of {x.nbytes}"
+    rule = f"with scales and padding it takes {sent} bytes in place of {x.nbytes}"
     if not wire.optional:
         # A sum's groups are of the flattened operand.
         larger = "sum more numbers at a time" if wire_ways.adds(op) else "make rows longer"
         remedy = f"leave wire=None, or wire='auto' to have it left out; or {larger}"
         raise WireError(
-            f"wire {wire} for {counters.lax_name(op)} of {x.dtype}{list(x.shape)}", lost, remedy
+            f"wire {wire} for {counters.lax_name(op)} of {x.dtype}{list(x.shape)}", rule, remedy
         )
-    return lost
+    return rule
 
 
 def _small(x: jax.Array, wire: Wire) -> str:

@@ -1,4 +1,4 @@
-"""A psum of three or more devices over a wire, of which all rounding averages out over steps.
+"""A psum of three or more devices over a wire, whose rounding averages out over steps.
 
 It rounds twice: what each device sends, and the sum of each block, which everyone is to have. So it
 is a psum_scatter, and a gather by the device that has a block's sum: what that loses goes into the
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_collectives import _compat, validation, wires
-from pallas_collectives.backends import canonical, wired
+from pallas_collectives.backends import canonical, wire_choice, wired
 from pallas_collectives.backends.plans import How
 from pallas_collectives.backends.wire_ways import EXCHANGE
 from pallas_collectives.lowering import bundles, primitives, quantized
@@ -46,19 +46,16 @@ class Averaged(NamedTuple):
     mean: bool
     residues: bool
 
-    @classmethod
-    def of(
-        cls, axis_name: AxisName, groups: Groups, wire: Wire | None, how: How, **asked: bool
-    ) -> "Averaged | None":
-        """None where nothing is rounded twice, or neither draws nor residues are asked for."""
-        if wire is None or not (how.once and wire.scaled and how.algorithm in (None, EXCHANGE)):
-            return None
-        if wire.optional and asked["residues"]:
-            return None  # an error
-        if not quantized.are_sent(axis_name, groups, quantized.FLAT):
-            return None
-        several = validation.devices_of(axis_name, groups) > 2
-        return cls(axis_name, groups, wire, how, **asked) if several else None
+    @property
+    def serves(self) -> bool:
+        """Whether anything is rounded twice; not by a wire that each step might leave out."""
+        named = self.how.algorithm in (None, EXCHANGE) and not self.wire.optional
+        sent = quantized.are_sent(self.axis_name, self.groups, quantized.FLAT)
+        return named and self.wire.scaled and sent and self._devices > 2
+
+    @property
+    def _devices(self) -> int:
+        return validation.devices_of(self.axis_name, self.groups)
 
     def sums(self, x: Any, otherwise: Callable[[Any], Both]) -> Both:
         """The sums of a tree of arrays, small ones of which travel together, and their residues.
@@ -73,8 +70,7 @@ class Averaged(NamedTuple):
         def reduced(x: jax.Array) -> Both:
             key = None if self.wire.key is None else jax.random.fold_in(self.wire.key, next(number))
             total, residue = self._reduced(x, key)
-            devices = validation.devices_of(self.axis_name, self.groups)
-            return total / devices if self.mean else total, residue
+            return total / self._devices if self.mean else total, residue
 
         found = dict(zip(sent, bundles.reduced(reduced, arrays, self.how, ()), strict=True))
         both = [found.get(i) or otherwise(leaf) for i, leaf in enumerate(leaves)]
@@ -100,13 +96,15 @@ class Averaged(NamedTuple):
                 lambda x: LAX.psum(x, self.axis_name, axis_index_groups=self.groups),
                 tangents[0],
             )
-            return (total, residue), (tangent, jax.tree.map(_zeros, residue))
+            return (total, residue), (_like(tangent, total), jax.tree.map(_zeros, residue))
 
         return both(x, key)
 
     def _in_two(self, x: jax.Array, key: jax.Array | None) -> Both:
         group, how = canonical.group_of(self.axis_name, self.groups), self.how
         blocks = wired.in_blocks(x, how, group.size)
+        sent = group.size * wires.packed_bytes(blocks.shape[1:], self.wire)
+        wire_choice.lost("all_reduce", x, sent, self.wire)
         by_block = quantized.Groups(0, group.size, flat=True)
         sums, residue = self._step(LAX.psum_scatter, blocks, by_block, how, key, 0)
         # As lax types a sum: as equal everywhere, where types are told at all.
@@ -144,4 +142,9 @@ class Averaged(NamedTuple):
 
 
 def _zeros(x: jax.Array) -> jax.Array:
-    return _compat.as_varying(jnp.zeros_like(x), _compat.varying(x))
+    return _like(jnp.zeros_like(x), x)
+
+
+def _like(x: jax.Array, of: jax.Array) -> jax.Array:
+    """x, typed as different where another array is."""
+    return _compat.as_varying(x, _compat.varying(of))

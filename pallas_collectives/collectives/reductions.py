@@ -3,9 +3,10 @@
 `collectives` says what `backend`, `algorithm`, `wire` and its like mean.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec
 
 import jax
@@ -246,28 +247,35 @@ def _reduce(
     reduce = getattr(LAX, name)
     wire, over = wishes.get("wire"), (axis_name, groups, quantized.FLAT)
 
-    def by_lax(x: Any) -> Any:
-        try:
-            return reduce(x, axis_name, axis_index_groups=groups)
-        except NotImplementedError as error:
-            if groups is None or str(error):
-                raise
-            raise UnservedError(
-                f"{name} with axis_index_groups={groups!r}",
-                "lax has no type for what is equal within groups alone, as check_vma=True asks for",
-                "pass check_vma=False to jax.shard_map",
-            ) from error
-
     def at_once(x: Any) -> tuple[Any, Any]:
         given = quantized.sent(x, wire, *over, how)
-        sums = primitives.with_twins(how, by_lax, given)
+        sums = primitives.with_twins(
+            how, lambda x: reduce(x, axis_name, axis_index_groups=groups), given
+        )
         return sums, quantized.residue(x, given, wire, *over, how) if return_residue else None
 
-    averaged = None
-    if how.once:
-        from pallas_collectives.collectives.averaged import Averaged  # which other sums do not need
+    with _typed(name, groups):
+        narrow = wires.named(wire)
+        if how.once and narrow is not None:
+            from pallas_collectives.collectives import averaged  # which other sums do not need
 
-        asked = {"mean": name == "pmean", "residues": return_residue}
-        averaged = Averaged.of(axis_name, groups, wires.named(wire), how, **asked)
-    sums, residues = averaged.sums(x, at_once) if averaged else at_once(x)
+            two = averaged.Averaged(axis_name, groups, narrow, how, name == "pmean", return_residue)
+            sums, residues = two.sums(x, at_once) if two.serves else at_once(x)
+        else:
+            sums, residues = at_once(x)
     return (sums, residues) if return_residue else sums
+
+
+@contextlib.contextmanager
+def _typed(name: str, groups: Groups) -> Iterator[None]:
+    """Says what to pass where lax has no type for a sum, for which it raises without a word."""
+    try:
+        yield
+    except NotImplementedError as error:
+        if groups is None or str(error):
+            raise
+        raise UnservedError(
+            f"{name} with axis_index_groups={groups!r}",
+            "lax has no type for what is equal within groups alone, as check_vma=True asks for",
+            "pass check_vma=False to jax.shard_map",
+        ) from error

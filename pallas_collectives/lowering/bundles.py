@@ -30,12 +30,13 @@ def reduced(
     What it gives may be a tree of arrays of one shape.
 
     Nothing is bundled if lax serves, because XLA merges those, but none over a wire; if arrays are
-    vmap's, or lose dimensions (numbers among `axes`); or if the caller wants each in VMEM, which
-    may not hold a bundle.
+    vmap's, or lose dimensions (numbers among `axes`), or their rows have scales; or if the caller
+    wants each in VMEM, which may not hold a bundle.
     """
     apart = how.backend == "xla" and how.wire is None
     apart = apart or how.mapped > 0 or str(how.algorithm).endswith(":vmem")
     apart = apart or len(validation.named(axes)) < len(axes)
+    apart = apart or (how.wire is not None and how.wire.group == "row")
     results: dict[int, Any] = {}
     for members in [[i] for i in range(len(xs))] if apart else _bundles(xs):
         if len(members) == 1:

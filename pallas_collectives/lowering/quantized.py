@@ -22,6 +22,7 @@ from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.plans import How
 from pallas_collectives.backends.wire_ways import by_kernels
 from pallas_collectives.errors import CollectiveError, WireError
+from pallas_collectives.tiles import SUBLANES
 from pallas_collectives.validation import AxisName
 from pallas_collectives.validation import Groups as IndexGroups
 from pallas_collectives.wires import Wire, WireLike
@@ -49,7 +50,10 @@ class Groups:
 
         def rows(x: jax.Array) -> jax.Array:
             apart = x[None] if axis is None else blocks_of(x, axis, self.blocks)
-            flat = self.flat and isinstance(wire.group, int) and apart.shape[-1] % wire.group
+            flat = self.flat and isinstance(wire.group, int)
+            if isinstance(wire.group, int) and apart.ndim > 2:  # rows may be whole groups
+                lies = apart.shape[-1] % wire.group == apart.shape[-2] % SUBLANES == 0
+                flat = flat and not lies
             return apart.reshape(len(apart), -1) if flat or not x.ndim else apart
 
         changed = fn(*map(rows, xs))
@@ -102,7 +106,7 @@ def are_sent(axis_name: AxisName, index_groups: IndexGroups, groups: Groups) -> 
     between = tuple(axis for axis in axes if axis in mesh)
     if not between or validation.devices_of(between, index_groups) == 1:
         return False
-    if groups.flat and between != axes:
+    if groups.flat and between != (axis_name if isinstance(axis_name, tuple) else axes):
         rule = "what one device has is added up before it is sent, and no term is sent by itself"
         remedy = "sum over the axes of vmap first, apart; or round to nearest, without residues"
         raise WireError(f"residues or draws of a sum over {axes}", rule, remedy)
@@ -143,7 +147,8 @@ def drawn(x: jax.Array, words: jax.Array, wire: Wire, how: How) -> jax.Array:
 def _drawn_jvp(
     wire: Wire, how: How, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    return drawn(*primals, wire, how), tangents[0]
+    out = drawn(*primals, wire, how)
+    return out, _compat.as_varying(tangents[0], _compat.varying(out))  # as the key does, too
 
 
 def residue(

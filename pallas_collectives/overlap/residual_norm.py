@@ -108,7 +108,7 @@ def psum_residual_rmsnorm(
     if algorithm not in (None, FUSED, UNFUSED):
         rule = "it must be 'fused', 'unfused', 'auto' or None"
         raise AlgorithmError(f"algorithm={algorithm!r}", rule, "pass one of these")
-    groups = None if axis_index_groups is None else tuple(map(tuple, axis_index_groups))
+    groups = validation.plain_groups(axis_index_groups)
     how = choice.choose(axes, backend, None, order=order)
     return _run(x, residual, weight, Spec(axes, groups, float(eps), how, algorithm or ""))
 

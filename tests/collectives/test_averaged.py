@@ -1,16 +1,21 @@
 """Sums over a wire whose rounding averages out over steps."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
+import harness
 import pallas_collectives as pc
+from pallas_collectives.errors import WireError
 from pallas_collectives.wires import Wire
 from wired_calls import BY_XLA, data, run
 
+BY_PALLAS = {"backend": "pallas"}
 EXACT = 1e-5
 
 
@@ -158,3 +163,73 @@ def test_sixteen_bits_lose_no_more_than_their_own_rounding() -> None:
     off = total[0].astype(np.float32) + lost.astype(np.float32).sum(axis=0) - exact
     assert np.abs(off).max() <= 3 * 2.0**-9 * np.abs(exact).max()
     assert total.dtype == lost.dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("n, size", [(8, 256), (4, 3)])
+def test_padding_that_takes_more_bytes_is_refused(n: int, size: int) -> None:
+    x = data(n)[:, 0, :size]
+    for wire in (Wire("int8"), drawing(jax.random.key(0))):
+        with pytest.raises(WireError, match=f"bytes in place of {4 * size}"):
+            run(lambda x, w=wire: pc.psum(x, "x", wire=w, return_residue=True, **BY_XLA), x, n=n)
+
+
+def test_rows_of_several_leaves_keep_scales_of_their_own() -> None:
+    n, rows = 3, Wire("int8", group="row")
+    small, large = data(n, rows=2), 1e4 * data(n, rows=1)
+    how: Any = {"wire": rows, **BY_XLA}
+
+    def program(small: jax.Array, large: jax.Array) -> Any:
+        tree = small, large
+        each = [pc.psum(x, "x", **how) for x in tree]
+        return pc.psum(tree, "x", **how), each, pc.psum(tree, "x", return_residue=True, **how)
+
+    together, apart, (sums, _) = run(program, small, large, n=n)
+    for got in (together, sums):
+        for ours, alone in zip(got, apart, strict=True):
+            np.testing.assert_array_equal(ours, alone)
+
+
+@pytest.mark.parametrize("once", [{}, {"return_residue": True}], ids=["", "residue"])
+@pytest.mark.parametrize("op", [pc.psum, functools.partial(pc.psum_scatter, tiled=True)])
+def test_a_named_exchange_has_a_derivative(op: Any, once: dict[str, Any]) -> None:
+    def loss(x: jax.Array) -> jax.Array:
+        found = op(x, "x", wire="int8", algorithm="exchange", **once, **BY_PALLAS)
+        return (found[0] if once else found).sum()
+
+    assert (run(jax.grad(loss), data(4), n=4, check_vma=False) > 0).all()
+
+
+def test_draws_may_vary_where_their_operand_does_not() -> None:
+    """As replicated weights: the key is of a device."""
+    n, x = 3, data(1)[0]
+    wire = drawing(jax.random.key(3))
+
+    def loss(x: jax.Array) -> jax.Array:
+        gathered = pc.all_gather(x, "x", wire=wire, **BY_XLA)
+        total = pc.psum(x, "x", wire=wire, **BY_XLA)
+        return jax.lax.pmean((gathered * 2).sum() + total.sum(), "x")
+
+    on = harness.mesh(n)
+    mapped = jax.shard_map(loss, mesh=on, in_specs=P(), out_specs=P())
+    got = jax.jit(jax.grad(mapped))(x)
+    np.testing.assert_allclose(got, 2 * n + n, rtol=1e-6)
+
+
+def test_what_is_flat_is_drawn_and_lost_by_kernels() -> None:
+    """In a program for simulated devices."""
+    wire = drawing(jax.random.key(4))
+
+    def program(x: jax.Array) -> Any:
+        return pc.psum(x.reshape(-1), "x", wire=wire, return_residue=True, **BY_PALLAS)
+
+    x = np.ones((4, 1024, 128), np.float32)
+    text = str(jax.make_jaxpr(harness.per_device(program, harness.mesh(4)))(x))
+    assert text.count("name=wire_drawn") == text.count("name=wire_lost") == 2
+
+
+def test_numbers_among_the_axes_are_refused() -> None:
+    def mapped(x: jax.Array) -> Any:
+        return pc.psum(x, (0, "x"), wire="int8", return_residue=True, **BY_XLA)
+
+    with pytest.raises(WireError, match="no term is sent by itself"):
+        run(mapped, data(3), n=3, check_vma=False)

@@ -1,6 +1,7 @@
 """Passes over memory by kernels: the bits of `wires`, in which format, and what they cost."""
 
 import functools
+import math
 import re
 from typing import Any
 
@@ -49,6 +50,23 @@ def test_draws_have_the_bits_of_passes_of_xla(
     np.testing.assert_array_equal(got, want)
     nearest = jax.jit(functools.partial(wires.as_sent, wire=wire))(x)
     assert (np.asarray(got) != np.asarray(nearest)).mean() > 0.01
+
+
+@pytest.mark.parametrize("wire", [Wire("int8", group=256), Wire("float8_e5m2")], ids=str)
+def test_draws_know_their_place_in_every_step(wire: Wire) -> None:
+    """Steps go along blocks, rows and columns."""
+    rng = np.random.default_rng(1)
+    x = jnp.asarray(rng.normal(size=(3, 1024, 1536)).astype(np.float32))
+    format = Format.of(x.shape[1:], x.dtype, wire)
+    assert format and 3 // format.together(3) > 1 and math.prod(format.grid) > 1
+    assert wire.group == 128 or min(format.grid) > 1
+    words = jnp.array([5, -6], jnp.int32)
+
+    def by_both(x: jax.Array, words: jax.Array) -> Any:
+        ways = How("pallas", interpret=True), How("xla")
+        return [quantized.drawn(x, words, wire, how) for how in ways]
+
+    np.testing.assert_array_equal(*on_one(by_both, x, words))
 
 
 @pytest.mark.parametrize("wire", WIRES, ids=str)
@@ -181,12 +199,20 @@ def test_whole_programs_compile_for_tpus(generation: str) -> None:
         each = jax.vmap(lambda x: pc.all_gather(x, "x", wire="int8", dequantize=False))
         apart = each(x.reshape(2, -1, x.shape[-1]))
         few = pc.psum(x[:8], "x", wire="int8", algorithm="exchange")
-        return jax.grad(loss)(x), pc.psum(x, "x", **residue), few, apart
+        flat = pc.psum(x.reshape(-1)[: 2**17], "x", **residue)
+        key = jax.random.key(x[0, 0].astype(jnp.int32))
+
+        def drawn(x: jax.Array, number: jax.Array) -> jax.Array:
+            wire = Wire("int8", rounding="stochastic", key=jax.random.fold_in(key, number))
+            return pc.psum(x, "x", wire=wire)
+
+        draws = jax.vmap(drawn)(x.reshape(2, -1, x.shape[-1]), jnp.arange(2))
+        return jax.grad(loss)(x), pc.psum(x, "x", **residue), few, apart, flat, draws
 
     for dtype in ("bfloat16", "float32", "float16"):  # the last is for XLA's passes
         x = jax.ShapeDtypeStruct((1024, 4096), dtype, sharding=jax.NamedSharding(on, P("x")))
         mapped = jax.shard_map(program, mesh=on, in_specs=P("x"), out_specs=P("x"), check_vma=False)
         text = jax.jit(mapped).lower(x).compile().as_text()
         names = set(re.findall(r"(wire_\w+)/pallas_call", text))
-        kernels = {f"wire_{name}" for name in ("pack", "unpack", "add", "values", "lost")}
+        kernels = {f"wire_{name}" for name in ("pack", "unpack", "add", "values", "lost", "drawn")}
         assert names == (set() if dtype == "float16" else kernels)
