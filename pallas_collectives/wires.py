@@ -433,30 +433,3 @@ def as_sent(x: jax.Array, wire: Wire, noise: jax.Array | None = None) -> jax.Arr
     added = bits + (noise * 2.0**16).astype(jnp.uint32)  # carries into what is kept
     kept = lax.bitcast_convert_type(added & np.uint32(0xFFFF0000), jnp.float32)
     return jnp.where(jnp.isfinite(x), kept, x).astype(x.dtype)
-
-
-def noise_of(words: Any, shape: tuple[int, ...]) -> jax.Array:
-    """Noise for an array of a shape, of two or more dimensions: the same in kernels and by XLA."""
-    columns = shape[-1]
-    flat = math.prod(shape[:-1]), columns
-    row, column = (lax.broadcasted_iota(jnp.int32, flat, axis) for axis in range(2))
-    if tiles.are_whole(shape):
-        return noise_at(words, tiles.number(row, column, columns)).reshape(shape)
-    return noise_at(words, row * columns + column).reshape(shape)
-
-
-def noise_at(words: Any, number: jax.Array) -> jax.Array:
-    """Uniform float32 in [0, 1), one for each int32 number: a hash of it and of two key words.
-
-    It takes a fifth of the operations of jax.random's threefry, and needs no more: roundings are to
-    be without bias and independent. The hash is lowbias32 (C. Wellons, "Prospecting for hash
-    functions", 2018), twice.
-    """
-    bits = _mixed(_mixed(number ^ words[0]) ^ words[1])
-    return lax.shift_right_logical(bits, np.int32(8)).astype(jnp.float32) * np.float32(2.0**-24)
-
-
-def _mixed(bits: jax.Array) -> jax.Array:
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):
-        bits = (bits ^ lax.shift_right_logical(bits, np.int32(shift))) * np.int32(factor)
-    return bits ^ lax.shift_right_logical(bits, np.int32(16))

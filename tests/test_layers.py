@@ -33,6 +33,7 @@ LAYERS = (
         "errors",
         "examples",
         "laying",
+        "noise",
         "simulation",
         "tiles",
         "validation",

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_collectives as pc
-from pallas_collectives import wires
+from pallas_collectives import noise, wires
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import DtypeError, WireError
 from pallas_collectives.kernels.torus import shares
@@ -133,7 +133,7 @@ def test_stochastic_rounding_is_unbiased_and_takes_either_neighbour(dtype: str) 
     wire, draws = Wire(dtype, rounding="stochastic", key=jax.random.key(0)), 2000
     keys = jax.random.split(jax.random.key(3), draws)
     words = jax.vmap(lambda key: jax.random.bits(key, (2,), jnp.uint32))(keys).astype(jnp.int32)
-    drawn = jax.vmap(lambda two: wires.as_sent(x, wire, wires.noise_of(two, x.shape)))(words)
+    drawn = jax.vmap(lambda two: wires.as_sent(x, wire, noise.of(two, x.shape)))(words)
     drawn = np.asarray(drawn, np.float64)
     if wire.scaled:
         scales = wires.quantize(x, wire)[1]
@@ -146,24 +146,6 @@ def test_stochastic_rounding_is_unbiased_and_takes_either_neighbour(dtype: str) 
     nearest = np.asarray(wires.as_sent(x, wire.fixed), np.float64)
     assert (np.abs(nearest - np.asarray(x)) > 5 * deviation).any()  # so that this can fail
     assert len({row.tobytes() for row in drawn[:10]}) == 10
-
-
-@pytest.mark.parametrize("shape", [(64, 1024), (61, 1000)], ids=str)
-def test_noise_is_uniform_and_independent(shape: tuple[int, ...]) -> None:
-    """Neighbours along rows and columns, and noise of two keys, have nothing in common."""
-    keys = [(0, 0), (0, 1), (1, 0), (12345, -7), (-7, 12345)]
-    each = [np.asarray(wires.noise_of(key, shape), np.float64) for key in keys]
-    size = each[0].size
-    for noise in each:
-        assert ((noise >= 0) & (noise < 1)).all()
-        counts = np.histogram(noise, 64, (0, 1))[0]
-        assert ((counts - size / 64) ** 2).sum() / (size / 64) < 63 + 5 * np.sqrt(2 * 63)
-    pairs = [(a, b) for i, a in enumerate(each) for b in each[:i]]
-    pairs += [(noise[:, step:], noise[:, :-step]) for noise in each for step in (1, 128)]
-    pairs += [(noise[step:], noise[:-step]) for noise in each for step in (1, 8)]
-    for a, b in pairs:
-        correlation = ((a - 0.5) * (b - 0.5)).mean() * 12
-        assert abs(correlation) < 5 / np.sqrt(a.size)
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 256), (1, 3, 200)], ids=str)

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_collectives import wires
 from pallas_collectives.annotations import DTypeLike, Index, Interpret, Number, Ref, span
 from pallas_collectives.kernels.machinery import launch
-from pallas_collectives.kernels.wire_passes import largest_in_rows
+from pallas_collectives.kernels.wire_bodies import largest_in_rows
 from pallas_collectives.tiles import LANES
 from pallas_collectives.topology import chips
 from pallas_collectives.wires import Wire

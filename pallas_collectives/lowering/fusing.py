@@ -198,8 +198,7 @@ class _Turn:
             return 0.0
         if wire_choice.moved_dtype(eqn.params["how"], x.dtype) != x.dtype:
             return 0.0  # a cast: no kernel has it
-        on_tpus = eqn.params["how"].backend == "pallas"
-        if on_tpus and overlaps.of_tokens("all_gather", _tokens(eqn), chips.current()):
+        if _on_tpus(eqn) and overlaps.of_tokens("all_gather", _tokens(eqn), chips.current()):
             return 0.0  # kernels have them in HBM
         if name in _DIMENSIONS:
             return (self._gathered if name == _GATHER else self._scattered)(collective, eqn)
@@ -210,9 +209,8 @@ class _Turn:
 
     def _gathered(self, gather: Step, eqn: JaxprEqn) -> float:
         (whole,), brought = gather.writes, _types(eqn)[-1]
-        on_tpus = eqn.params["how"].backend == "pallas"
         nbytes = brought.size * brought.dtype.itemsize
-        if on_tpus and overlaps.for_its_reader(nbytes, brought.dtype, chips.current()):
+        if _on_tpus(eqn) and overlaps.for_its_reader(nbytes, brought.dtype, chips.current()):
             return 0.0  # lax keeps it
         readers = [*map(_Product.of, self.flow.readers(gather.writes))]
         found = [p for p in readers if p and whole not in self.flow.ancestors(numbers([p.w]))]
@@ -288,7 +286,7 @@ class _Turn:
         v6e.
         """
         chip, large = chips.current(), _tokens(collective) >= overlaps.NEAR
-        if collective.params["how"].backend != "pallas" or (large and chip.name != "v5e"):
+        if not _on_tpus(collective) or (large and chip.name != "v5e"):
             return 0.0
         weights = {p.w: p.types[1] for p in products if {*numbers([p.w])} & self._slices}
         nbytes = sum(w.size * w.dtype.itemsize for w in weights.values())
@@ -338,6 +336,11 @@ def _packs(collective: Step) -> bool:
     """Whether it has a wire for which its numbers would be packed, as far as GPUs' plans tell."""
     assert collective.eqn is not None
     return wire_choice.packs(collective.eqn.params["how"], _types(collective.eqn)[0].dtype)
+
+
+def _on_tpus(eqn: JaxprEqn) -> bool:
+    how: How = eqn.params["how"]
+    return how.backend == "pallas"
 
 
 def _tokens(eqn: JaxprEqn) -> int:

@@ -140,7 +140,9 @@ def drawn(x: jax.Array, words: jax.Array, wire: Wire, how: How) -> jax.Array:
     group = wire.group
     of_groups = x.ndim == 2 and isinstance(group, int) and x.shape[1] % group == 0
     rows = x.reshape(len(x), -1, group) if of_groups else x  # as kernels have them
-    return wires.as_sent(rows, wire, wires.noise_of(words, rows.shape)).reshape(x.shape)
+    from pallas_collectives import noise  # which only draws need
+
+    return wires.as_sent(rows, wire, noise.of(words, rows.shape)).reshape(x.shape)
 
 
 @drawn.defjvp
