@@ -78,6 +78,10 @@ class Flight:
         targets = tuple(p * block for p in ranks[1:])
         return copies.PushPlan(tuple(ranks[1:]), pushes, targets, block)
 
+    def blocks(self, operand: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the blocks that set out apart, of an operand of this shape: (k, ...)."""
+        return operand if self.op == "exchange" else (1, *(operand or (1,)))
+
     def by_lax(self, x: jax.Array) -> jax.Array:
         """What comes of it."""
         groups = self.group.index_groups

@@ -123,18 +123,55 @@ def _by_nccl(
         whole = dataclasses.replace(work, op=GATHER, dtype="float32")
         return _by_nccl(sums[None], work=whole, moves=moves[1:], wire=wire)
     (move,) = moves
-    format = gpu_codec.Format(wire, work.numbers, simulation.platform() == "cpu")
-    me, nobody = move.group.position[None], jnp.full(1, -1, jnp.int32)
-    left_out = me if work.op == EXCHANGE else nobody
-    own = nobody if work.op == PERMUTE else me
+    me, nobody = move.group.position[None], _nobody()
     bring = move.at_once
     if work.op == EXCHANGE:
         bring = functools.partial(on_gpus.others_blocks, group=move.group, how=move.how)
-    pack = functools.partial(gpu_codec.pack, format)
     if not work.adds:
         blocks = wires.overflown(blocks, work.result)
-    come = bring(launch.unchecked(pack)(blocks, left_out)).reshape(-1, format.nbytes)
-    make = gpu_codec.added if work.adds else gpu_codec.unpack
-    read = functools.partial(make, format, jnp.dtype(work.result))
-    result = launch.unchecked(read)(come, blocks, own)
-    return result.reshape((-1,) if work.adds else (work.blocks, -1))
+    come = bring(packed_of(blocks, wire, me if work.op == EXCHANGE else nobody))
+    own = nobody if work.op == PERMUTE else me
+    return read(come, blocks, wire, work.result, own, adds=work.adds)
+
+
+def _nobody() -> jax.Array:
+    return jnp.full(1, -1, jnp.int32)
+
+
+def packed_of(blocks: jax.Array, wire: Wire, left_out: jax.Array | None = None) -> jax.Array:
+    """int8 (k, bytes) of blocks (k, ...), which `gpu_codec` serves, by its kernels.
+
+    left_out: int32 (1,), of a block that is not written, if any.
+    """
+    pack = functools.partial(gpu_codec.pack, _format(blocks, wire))
+    return launch.unchecked(pack)(blocks, _nobody() if left_out is None else left_out)
+
+
+def read(
+    come: jax.Array,
+    blocks: jax.Array,
+    wire: Wire,
+    dtype: DTypeLike,
+    own: jax.Array | None = None,
+    *,
+    adds: bool,
+) -> jax.Array:
+    """The blocks that come, (n, numbers) in a dtype, or their sum, (numbers,), by kernels.
+
+    Args:
+      come: what `packed_of` made of them.
+      blocks: what was packed here.
+      wire: with scales.
+      dtype: of the result.
+      own: int32 (1,), whose place this device's own block has, if it is to be read from `blocks`.
+      adds: whether it is the sum.
+    """
+    format, make = _format(blocks, wire), gpu_codec.added if adds else gpu_codec.unpack
+    made = functools.partial(make, format, jnp.dtype(dtype))
+    come = come.reshape(-1, format.nbytes)
+    result = launch.unchecked(made)(come, blocks, _nobody() if own is None else own)
+    return result.reshape((-1,) if adds else (len(come), -1))
+
+
+def _format(blocks: jax.Array, wire: Wire) -> gpu_codec.Format:
+    return gpu_codec.Format(wire, blocks.size // len(blocks), simulation.platform() == "cpu")

@@ -79,6 +79,8 @@ def settled(
         return None, plain, NO_WAY
     found = wire_ways.ways(op, x, blocks, group, how, sent_by)
     way = wire_ways.chosen(op, found, x.nbytes, how)
+    if way.packs and _waits_less(op, found[0], way, group, how):
+        way = found[0]
     bundled_later = catalogue.COLLECTIVES[op].sums_everywhere and placement.are_settled_later()
     if not bundled_later and (gone := lost(op, x, way.sent, wire)):
         note_left_out(op, wire, gone)
@@ -231,6 +233,29 @@ def _beside(op: str, x: jax.Array, group: Group, how: How) -> str:
         return ""
     found = fastest.decided(op, dataclasses.replace(how, wire=None), x.nbytes, group)
     return "a SparseCore runs it beside products" if found and found.on_sparsecore else ""
+
+
+def _waits_less(op: str, passes: Way, way: Way, group: Group, how: How) -> bool:
+    """Whether the core waits less for passes, what they pack being moved beside products.
+
+    The kernel of another way packs on the core, which stops for it.
+    """
+    if how.algorithm is not None or passes.us is None:
+        return False
+    step = catalogue.COLLECTIVES[op].ordered_steps[0] if wire_ways.adds(op) else op
+    plain = dataclasses.replace(how, wire=None, order=None)
+    if not by_lax(step, plain):
+        moved = fastest.decided(step, plain, passes.sent, group)
+        if moved is None or not moved.on_sparsecore:
+            return False
+    least = wire_ways.plain_us(step, passes.sent, group, plain)
+    return least is not None and (way.us is None or passes.us - least < way.us)
+
+
+def by_lax(op: str, how: How) -> str:
+    """Why lax moves what is packed for a call; "" where a kernel does."""
+    asked = how.backend == "pallas" and how.beside and not how.awaited
+    return overlaps.by_xla(op, chips.current()) if asked else ""
 
 
 def note_left_out(op: str, wire: Wire, why: str) -> None:

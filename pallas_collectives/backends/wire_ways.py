@@ -261,7 +261,8 @@ def told(op: str, way: Way, taken: Way, wire: Wire, n: int, nbytes: int) -> Cand
     said = f"{source}, an operand goes in {way.sent} bytes{more}{'; off ' if off else ''}{off}"
     if way.us is not None and (taken.us is None or way.us < taken.us) and not more:
         gathers = way.algorithm == GATHER
-        why = "other backends have other bits" if gathers else "no table has the first way"
+        why = "no table has the first way" if taken.us is None else "the core would stop for it"
+        why = "other backends have other bits" if gathers else why
         said = f"{said}; taken by name alone: {why}"
     return Candidate(way.algorithm or "passes", way.us, None, said)
 

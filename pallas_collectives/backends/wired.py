@@ -41,12 +41,12 @@ from jax import lax
 
 from pallas_collectives import _compat, simulation, wires
 from pallas_collectives.annotations import DTypeLike, Number
-from pallas_collectives.backends import ordered
+from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.pallas import packed
-from pallas_collectives.backends.plans import How
-from pallas_collectives.backends.wire_choice import settled
+from pallas_collectives.backends.plans import How, Plan
+from pallas_collectives.backends.wire_choice import by_lax, settled
 from pallas_collectives.backends.wire_ways import Move, by_kernels, gathers_terms, rows_by_kernels
 from pallas_collectives.tiles import SUBLANES
 from pallas_collectives.topology.groups import Group
@@ -151,7 +151,7 @@ class OnWire:
     def reduce_scatter(self, x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
         """The sum of everyone's block `me`."""
         blocks = blocks_of(x, axis, group.size)
-        flatten = functools.partial(_flat, how=how)
+        flatten = functools.partial(flattened, how=how)
         at = jax.eval_shape(flatten, blocks).shape
         wire, plain, way = settled("reduce_scatter", x, at, group, how)
         if wire is None or not wire.scaled:
@@ -190,14 +190,20 @@ class OnWire:
 
     def _move(self, op: str, group: Group, how: How, perm: Sequence[tuple[int, int]] = ()) -> Move:
         """A gather or exchange of blocks, or a permute."""
-        match op:
-            case "gather":
-                call = functools.partial(self._module.all_gather, axis=0)
-            case "exchange":
-                call = functools.partial(self._module.all_to_all, split_axis=0, concat_axis=0)
-            case _:
-                call = functools.partial(self._module.ppermute, perm=perm)
-        return Move(op, group, how, lambda packed: call(packed, group, how=how), tuple(perm))
+        name = {"gather": "all_gather", "exchange": "all_to_all", "permute": "ppermute"}[op]
+        options: dict[str, Any] = {"perm": perm} if op == "permute" else {"axis": 0}
+        if op == "exchange":
+            options = {"split_axis": 0, "concat_axis": 0}
+
+        def at_once(packed: jax.Array) -> jax.Array:
+            module = self._module
+            if why := by_lax(name, how):
+                from pallas_collectives.backends import xla as module  # which others do not need
+
+                counters.note(Plan(op=name, backend="xla", why=why, beside=True))
+            return getattr(module, name)(packed, group, **options, how=how)
+
+        return Move(op, group, how, at_once, tuple(perm))
 
 
 def moved(
@@ -281,10 +287,10 @@ def _in_one_pass(blocks: jax.Array, wire: Wire, move: Move) -> bool:
     from pallas_collectives.kernels import gpu_codec  # which other backends do not need
 
     come = 1 if move.op == "permute" else move.group.size
-    return gpu_codec.serves(blocks.shape, wire, come) and _converts(wire)
+    return gpu_codec.serves(blocks.shape, wire, come) and converts(wire)
 
 
-def _converts(wire: Wire) -> bool:
+def converts(wire: Wire) -> bool:
     """Whether there is a Triton that converts to a wire's numbers: to float8_e4m3fn from Ada on."""
     if _compat.triton_params() is None:
         return False
@@ -302,13 +308,13 @@ def _term(values: jax.Array, scales: jax.Array, number: Number) -> jax.Array:
 
 def in_blocks(x: jax.Array, how: How, n: int) -> jax.Array:
     """An operand of a sum, of any shape, as n blocks of whole groups, with padding behind it."""
-    flat = _flat(x[None], how, n)[0]
+    flat = flattened(x[None], how, n)[0]
     unit = n * (_whole(how) if flat.ndim == 1 else 1)
     padding = [(0, -len(flat) % unit), *[(0, 0)] * (flat.ndim - 1)]
     return jnp.pad(flat, padding).reshape(n, -1, *flat.shape[1:])
 
 
-def _flat(blocks: jax.Array, how: How, cut: int = 1) -> jax.Array:
+def flattened(blocks: jax.Array, how: How, cut: int = 1) -> jax.Array:
     """(k, *block) -> (k, numbers), in which sums are quantised; (k, rows, columns) by rows.
 
     So it is where groups are rows, and where rows are whole groups and lie in whole tiles, also of
@@ -326,7 +332,7 @@ def _flat(blocks: jax.Array, how: How, cut: int = 1) -> jax.Array:
 
 
 def out_of_blocks(flat: jax.Array, shape: tuple[int, ...], how: How) -> jax.Array:
-    """What `_flat` makes of one block, and perhaps padding behind it, in the block's shape."""
+    """What `flattened` makes of one block, and perhaps padding behind it, in the block's shape."""
     numbers, elements = math.prod(shape), math.prod(shape[: how.mapped])
     if flat.size == numbers:
         return flat.reshape(shape)

@@ -265,10 +265,17 @@ def _planned(
 def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explanation:
     chip = chips.current()
     about, torus = (op, nbytes, group.size, chip.name), fastest.torus_of(group, chip)
-    if by_lax := [plan for plan in plans if plan.backend == "xla" and plan.why]:
-        return Explanation(*about, torus, LAX, by_lax[0].why, ())
     over = next((plan for plan in plans if isinstance(plan, WirePlan)), None)
+    by_lax = [plan for plan in plans if plan.backend == "xla" and plan.why]
+    packed = over is not None and over.algorithm is not None
+    if by_lax and not packed:
+        return Explanation(*about, torus, LAX, by_lax[0].why, ())
+    about_one = group.size, chip.name, torus, LAX
     steps = tuple(
+        Explanation(counters.lax_name(p.op), over.sent, *about_one, p.why, ())
+        for p in by_lax
+        if over
+    ) + tuple(
         Explanation(
             counters.lax_name(p.op, p.call),
             p.nbytes,
@@ -286,7 +293,7 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
         why = "the operand is empty" if nbytes == 0 else "the group is one device"
         return Explanation(*about, torus, NOTHING, why, ())
     first = steps[0]
-    if over is not None and over.algorithm is not None:
+    if over is not None and packed:
         told = _over_wire(over, group.size)
         return Explanation(
             *about, torus, f"wire {over.algorithm}", told, over.candidates, steps, over

@@ -27,18 +27,20 @@ not need it where the next layer is in the same turn. So there several layers go
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax import lax
 
-from pallas_collectives import validation
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives import validation, wires
+from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.overlap import split
+from pallas_collectives.overlap.started import Started
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
 from pallas_collectives.validation import AxisName
+from pallas_collectives.wires import Wire, WireLike
 
 Layer = Callable[[Any, Any], Any]
 
@@ -48,7 +50,14 @@ _UNROLLED = 8
 
 
 def scan_gathered(
-    layer: Layer, carry: Any, weights: Any, axis_name: AxisName, *, unroll: int | None = None
+    layer: Layer,
+    carry: Any,
+    weights: Any,
+    axis_name: AxisName,
+    *,
+    unroll: int | None = None,
+    wire: WireLike = None,
+    wire_backward: WireLike = None,
 ) -> Any:
     """A scan of layers over weights that are gathered one layer ahead, inside `jax.shard_map`.
 
@@ -65,6 +74,9 @@ def scan_gathered(
       weights: pytree of arrays (layers, s, ...): this device's piece of each layer's weights.
       axis_name: mesh axis, or tuple of axes, of the n devices that hold the pieces.
       unroll: layers in one turn of the loop; by default 8 where a SparseCore gathers, else 1.
+      wire: in what narrower numbers weights are gathered, also on the way back, if in any (see
+        `wires`).
+      wire_backward: likewise, of the sums of their gradients.
 
     Returns:
       The carry behind the last layer. Reverse-mode derivatives gather weights anew, one layer
@@ -74,6 +86,8 @@ def scan_gathered(
       CollectiveError: no weights, or weights with different numbers of layers; a layer that returns
         more than the carry.
       UnboundAxisError: no mesh in scope has the axis.
+      DtypeError, WireError: the weights cannot go over a wire that is named, or would take more
+        bytes, or it rounds stochastically: turns would draw the same.
 
     Example, inside `jax.shard_map` over 8 devices:
       x: f32[64, 512], w: f32[12, 64, 512] ->
@@ -93,7 +107,33 @@ def scan_gathered(
     if not isinstance(unroll, int | np.integer) or isinstance(unroll, bool) or unroll < 1:
         rule = "it must be a whole number of 1 or more: the layers in one turn of the loop"
         raise CollectiveError(f"unroll={unroll!r}", rule, "pass 1, for example, or leave it out")
-    return _scan(layer, axis_name, unroll, carry, weights)
+    there, back = map(wires.named, (wire, wire_backward))
+    for name, found in (("wire", there), ("wire_backward", back)):
+        if found is not None and found.key is not None:
+            rule = "all turns of the scan would draw from one key"
+            raise WireError(f"{name}={found!r}", rule, "leave rounding and key out")
+    moves = _Moves(axis_name, there, back)
+    return _scan(layer, moves, unroll, carry, weights)
+
+
+class _Moves(NamedTuple):
+    """How weights are gathered, and gradients summed.
+
+    Attributes:
+      axis_name: of the devices.
+      wire, wire_backward: as `scan_gathered`'s.
+    """
+
+    axis_name: AxisName
+    wire: Wire | None
+    wire_backward: Wire | None
+
+    def gather(self, pieces: Any) -> Started:
+        return split.all_gather_start(pieces, self.axis_name, tiled=True, wire=self.wire)
+
+    def scatter(self, gradient: Any) -> Started:
+        wire = self.wire_backward
+        return split.psum_scatter_start(gradient, self.axis_name, tiled=True, wire=wire)
 
 
 def _check_layers(weights: Any) -> None:
@@ -109,31 +149,25 @@ def _check_layers(weights: Any) -> None:
         raise CollectiveError(f"weights of {found}", rule, "stack the layers of each weight")
 
 
-_gather = functools.partial(split.all_gather_start, tiled=True)
-_scatter = functools.partial(split.psum_scatter_start, tiled=True)
-
-
 def _at(weights: Any, layers: Any) -> Any:
     return jax.tree.map(lambda w: w[layers], weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _scan(layer: Layer, axis_name: AxisName, unroll: int, carry: Any, weights: Any) -> Any:
-    return _forward(layer, axis_name, unroll, carry, weights)[0]
+def _scan(layer: Layer, moves: _Moves, unroll: int, carry: Any, weights: Any) -> Any:
+    return _forward(layer, moves, unroll, carry, weights)[0]
 
 
-def _forward(
-    layer: Layer, axis_name: AxisName, unroll: int, carry: Any, weights: Any
-) -> tuple[Any, Any]:
+def _forward(layer: Layer, moves: _Moves, unroll: int, carry: Any, weights: Any) -> tuple[Any, Any]:
     """The last carry; and the weights with each layer's input."""
 
     def turn(state: Any, following: Any) -> tuple[Any, Any]:
         carry, whole = state
-        ahead = _gather(following, axis_name)
+        ahead = moves.gather(following)
         result = _through(layer, ahead.before(carry), whole)
         return (result, ahead.done(after=result)), carry
 
-    first = _gather(_at(weights, 0), axis_name).done()
+    first = moves.gather(_at(weights, 0)).done()
     (last, whole), inputs = lax.scan(
         turn, (carry, first), _at(weights, slice(1, None)), unroll=unroll
     )
@@ -152,12 +186,12 @@ def _through(layer: Layer, carry: Any, whole: Any) -> Any:
 
 
 def _backward(
-    layer: Layer, axis_name: AxisName, unroll: int, saved: Any, cotangent: Any
+    layer: Layer, moves: _Moves, unroll: int, saved: Any, cotangent: Any
 ) -> tuple[Any, Any]:
     weights, inputs, last = saved
 
     def scattered_now(gradient: Any) -> Any:
-        return _scatter(gradient, axis_name).done()
+        return moves.scatter(gradient).done()
 
     def derived(carry: Any, whole: Any, cotangent: Any) -> tuple[Any, Any]:
         return jax.vjp(layer, carry, whole)[1](cotangent)
@@ -165,18 +199,18 @@ def _backward(
     def turn(state: Any, before: Any) -> tuple[Any, Any]:
         cotangent, whole, gradient = state
         carry, piece = before
-        ahead, scattered = _gather(piece, axis_name), _scatter(gradient, axis_name)
+        ahead, scattered = moves.gather(piece), moves.scatter(gradient)
         carry, cotangent = scattered.before(ahead.before((carry, cotangent)))
         results = derived(carry, whole, cotangent)
         cotangent, gradient = results
         return (cotangent, ahead.done(after=results), gradient), scattered.done(after=results)
 
     depth = len(jax.tree.leaves(weights)[0])
-    whole = _gather(_at(weights, depth - 1), axis_name).done()
+    whole = moves.gather(_at(weights, depth - 1)).done()
     if depth == 1:
         cotangent, gradient = derived(last, whole, cotangent)
         return cotangent, jax.tree.map(lambda g: g[None], scattered_now(gradient))
-    second = _gather(_at(weights, depth - 2), axis_name)
+    second = moves.gather(_at(weights, depth - 2))
     last, cotangent = second.before((last, cotangent))
     results = derived(last, whole, cotangent)
     (cotangent, gradient), ahead = results, second.done(after=results)
@@ -187,7 +221,7 @@ def _backward(
         turn, (cotangent, ahead, gradient), (behind, pieces), reverse=True, unroll=unroll
     )
     cotangent, whole, gradient = state
-    under_way = _scatter(gradient, axis_name)
+    under_way = moves.scatter(gradient)
     carry, cotangent = under_way.before((_at(inputs, 0), cotangent))
     results = derived(carry, whole, cotangent)
     cotangent, gradient = results

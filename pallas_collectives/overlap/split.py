@@ -48,6 +48,7 @@ from pallas_collectives.overlap.started import Started as Started
 from pallas_collectives.overlap.started import Way, at_once, start
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups
+from pallas_collectives.wires import Wire
 
 
 def all_gather_start(
@@ -90,7 +91,7 @@ def all_gather_start(
         "to": to,
     }
 
-    def leave(leaf: jax.Array, group: Group) -> Way:
+    def leave(leaf: jax.Array, group: Group, _: Wire | None) -> Way:
         place = axis % (leaf.ndim + (not tiled))
 
         def arrive(blocks: jax.Array) -> jax.Array:
@@ -131,7 +132,7 @@ def all_to_all_start(
     """
     options: dict[str, Any] = {"axis_index_groups": axis_index_groups, "tiled": tiled}
 
-    def leave(leaf: jax.Array, group: Group) -> Way:
+    def leave(leaf: jax.Array, group: Group, _: Wire | None) -> Way:
         split, concat = split_axis % leaf.ndim, concat_axis % leaf.ndim
         apart = blocks(leaf, split, group.size)
 
@@ -201,7 +202,7 @@ def ppermute_start(
     validation.check_order(axis_name)
     pairs = validation.checked_perm(perm, validation.size_of(axis_name))
 
-    def leave(leaf: jax.Array, group: Group) -> Way:
+    def leave(leaf: jax.Array, group: Group, _: Wire | None) -> Way:
         return Way(flights.new("permute", group, pairs), leaf, lambda came: came)
 
     call = functools.partial(collectives.ppermute, x, axis_name, pairs, **how, **narrower)

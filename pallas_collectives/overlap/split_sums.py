@@ -1,5 +1,6 @@
 """Sums in two halves: what `split` starts and adds when the result is asked for."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -8,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from pallas_collectives import _compat, collectives, validation
-from pallas_collectives.backends import choice, flights, ordered
+from pallas_collectives.backends import choice, flights, ordered, wire_ways, wired
 from pallas_collectives.backends.nccl import blocks
-from pallas_collectives.overlap.started import Started, Way, at_once, start
+from pallas_collectives.overlap.started import Started, UnderWay, Way, at_once, start
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups
+from pallas_collectives.wires import Wire
 
 
 def psum_scatter_start(
@@ -41,14 +43,16 @@ def psum_scatter_start(
     options: dict[str, Any] = {"axis_index_groups": axis_index_groups, "tiled": tiled}
     options["scatter_dimension"] = scatter_dimension
 
-    def leave(leaf: jax.Array, group: Group) -> Way:
+    def leave(leaf: jax.Array, group: Group, wire: Wire | None) -> Way:
         place = scatter_dimension % leaf.ndim
+        apart = blocks(leaf, place, group.size)
+        over = dataclasses.replace(settled, wire=wire)
 
-        def arrive(terms: jax.Array) -> jax.Array:
-            total = ordered.added(terms, group.size, 0)[0]
+        def arrive(total: jax.Array) -> jax.Array:
+            total = wired.out_of_blocks(total, apart.shape[1:], over)
             return total if tiled else jnp.squeeze(total, place)
 
-        return Way(flights.new("exchange", group), blocks(leaf, place, group.size), arrive)
+        return Way(flights.new("exchange", group), wired.flattened(apart, over), arrive, adds=True)
 
     validation.check_blocks(
         "scatter_dimension", scatter_dimension, x, axis_name, axis_index_groups, tiled
@@ -141,29 +145,27 @@ def _sum(
     settled = choice.settle(axis_name, groups, **how)
     call = functools.partial(whole, x, axis_name, axis_index_groups=groups, **how, **narrower)
 
-    def leave(leaf: jax.Array, group: Group) -> Way:
+    def leave(leaf: jax.Array, group: Group, wire: Wire | None) -> Way:
         # Typed as lax types a sum: as equal everywhere, where types are told at all.
         to = "invarying" if _compat.varying(leaf) >= set(group.axes) else "varying"
         flat = leaf.astype(jnp.int32) if leaf.dtype == jnp.bool_ else leaf
+        n, over = group.size, dataclasses.replace(settled, wire=wire)
+        apart = wired.in_blocks(flat, over, n)
 
         def finished(total: jax.Array) -> jax.Array:
-            total = total.reshape(-1)[: leaf.size].reshape(leaf.shape)
-            return total / group.size if whole is collectives.pmean else total
+            total = wired.out_of_blocks(total, leaf.shape, over)
+            return total / n if whole is collectives.pmean else total
 
-        if ordered.gathers(leaf.nbytes, group.size):
-            return Way(
-                flights.new("gather", group, to=to),
-                flat,
-                lambda terms: finished(ordered.added(terms, group.size, 0)),
-            )
-        flat = jnp.pad(flat.reshape(-1), (0, -leaf.size % group.size))
+        gather = flights.new("gather", group, to=to)
+        terms = apart.reshape(-1, *apart.shape[2:])
+        if wire_ways.gathers_terms(n) if wire else ordered.gathers(leaf.nbytes, n):
+            return Way(gather, terms, finished, adds=True)
 
-        def arrive(terms: jax.Array) -> jax.Array:
-            block = ordered.added(terms, group.size, 0)[0]
-            gather = flights.new("gather", group, to=to)
-            return finished(flights.done(gather, flights.start(gather, block)[0]))
+        def arrive(total: jax.Array) -> jax.Array:
+            return UnderWay(Way(gather, total, finished, wire=wire, dtype=flat.dtype)).done()
 
-        return Way(flights.new("exchange", group), blocks(flat, 0, group.size), arrive)
+        scatter, sums = flights.new("exchange", group), jnp.float32 if wire else None
+        return Way(scatter, apart, arrive, adds=True, dtype=sums)
 
     traced = all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(x))
     if groups is not None or not traced:

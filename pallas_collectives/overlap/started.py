@@ -12,11 +12,14 @@ import numpy as np
 from jax import lax
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from pallas_collectives.backends import canonical, choice, flights
+from pallas_collectives import catalogue, wires
+from pallas_collectives.annotations import DTypeLike
+from pallas_collectives.backends import canonical, choice, flights, ordered, wire_choice
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import CollectiveError, StartedError
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.validation import AxisName, Groups, varying
+from pallas_collectives.wires import Wire
 
 if TYPE_CHECKING:
     _NoArray = object  # so that a type checker finds what is refused below
@@ -63,7 +66,7 @@ class Started(_NoArray):
     """
 
     def __init__(
-        self, tree: jax.tree_util.PyTreeDef, here: Sequence[Any], under_way: Sequence["_UnderWay"]
+        self, tree: jax.tree_util.PyTreeDef, here: Sequence[Any], under_way: Sequence["UnderWay"]
     ) -> None:
         self._tree, self._here, self._under_way = tree, here, under_way
         self._came: list[Any] | None = None
@@ -142,23 +145,42 @@ class Way(NamedTuple):
     Attributes:
       flight: the exchange.
       operand: what it takes.
-      arrive: makes the result of what comes.
+      arrive: makes the result of what comes, or of its sum.
+      adds: whether the blocks that come are added up, in the order of the devices.
+      wire: in what narrower numbers they go, if in any.
+      dtype: of what comes over a wire, if not the operand's.
     """
 
     flight: flights.Flight
     operand: jax.Array
     arrive: Callable[[jax.Array], Any]
+    adds: bool = False
+    wire: Wire | None = None
+    dtype: DTypeLike | None = None
 
 
-class _UnderWay:
+class UnderWay:
     """One array of a collective under way."""
 
-    def __init__(self, way: Way, after: Sequence[jax.Array]) -> None:
-        self._flight, self._arrive = way.flight, way.arrive
-        self._started, self.token = flights.start(way.flight, way.operand, *after)
+    def __init__(self, way: Way, after: Sequence[jax.Array] = ()) -> None:
+        self._way, self._packed = way, None
+        begin: Callable[..., tuple[Any, jax.Array]] = functools.partial(flights.start, way.flight)
+        if way.wire is not None:
+            from pallas_collectives.backends.packed_flights import Packed  # which only wires need
 
-    def done(self, after: Sequence[jax.Array]) -> jax.Array:
-        return self._arrive(flights.done(self._flight, self._started, *after))
+            dtype = jnp.dtype(way.dtype or way.operand.dtype)
+            self._packed = Packed(way.flight, way.wire, dtype, way.adds)
+            begin = self._packed.start
+        self._started: Any
+        self._started, self.token = begin(way.operand, *after)
+
+    def done(self, after: Sequence[jax.Array] = ()) -> jax.Array:
+        """The result, waited for once `after` is there."""
+        way = self._way
+        if self._packed is not None:
+            return way.arrive(self._packed.done(self._started, *after))
+        come = flights.done(way.flight, self._started, *after)
+        return way.arrive(ordered.added(come, way.flight.group.size, 0)[0] if way.adds else come)
 
 
 def at_once(call: "functools.partial[Any]", after: Any) -> Started:
@@ -189,19 +211,44 @@ def start(
     settled: How,
     call: "functools.partial[Any]",
     narrower: Mapping[str, Any],
-    leave: Callable[[jax.Array, Group], Way],
+    leave: Callable[[jax.Array, Group, Wire | None], Way],
     after: Any,
 ) -> Started:
     """Starts a collective by copy engines, or all of it at once (`call`) where they cannot.
 
     narrower: those of call's arguments that ask for narrower numbers, or that it does not know.
-    leave: how an array sets out; it is typed as different on all devices of the axes.
+    leave: how an array sets out over a wire; it is typed as different on all devices of the axes.
     """
     leaves, tree = jax.tree.flatten(x)
     whole = inspect.signature(call.func).parameters
-    left_out = all(name in whole and whole[name].default is narrower[name] for name in narrower)
-    if not left_out or not flights.serve(settled) or not all(map(flights.moves, leaves)):
+    others = narrower.keys() - {"wire"}
+    left_out = all(name in whole and whole[name].default is narrower[name] for name in others)
+    wire = wires.named(narrower.get("wire"))
+    drawn_or_in_order = wire is not None and (wire.key is not None or settled.order is not None)
+    if not left_out or drawn_or_in_order or not flights.serve(settled):
+        return at_once(call, after)
+    if not all(map(flights.moves, leaves)):
         return at_once(call, after)
     tokens, group = _arrays(after), canonical.group_of(axis_name, groups)
-    ways = [leave(varying(jnp.asarray(leaf), axis_name), group) for leaf in leaves]
-    return Started(tree, (), [_UnderWay(way, tokens) for way in ways])
+    op = catalogue.functions()[call.func.__name__].name
+    if wire is not None:
+        choice.over_wires(settled, wire, None)  # which it may not be
+        if wire.optional:
+            wire_choice.note_left_out(op, wire, "copy engines move it beside products as it is")
+            wire = None
+    leaves = [varying(jnp.asarray(leaf), axis_name) for leaf in leaves]
+    ways = [_narrowed(leave(leaf, group, wire), op, wire) for leaf in leaves]
+    return Started(tree, (), [UnderWay(way, tokens) for way in ways])
+
+
+def _narrowed(way: Way, op: str, wire: Wire | None) -> Way:
+    """The same over a wire.
+
+    Raises:
+      DtypeError, WireError: it cannot be had, or loses.
+    """
+    if wire is None:
+        return way
+    blocks = way.flight.blocks(way.operand.shape)
+    sent = blocks[0] * wires.packed_bytes(blocks[1:], wire)
+    return way._replace(wire=wire_choice.taken(op, way.operand, sent, wire))

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
-from pallas_collectives.errors import CollectiveError
+from pallas_collectives.errors import CollectiveError, WireError
 from pallas_collectives.topology import chips
 from pallas_collectives.tuning import overlaps
 
@@ -196,3 +196,31 @@ def test_a_layer_as_lax_scan_has_them_is_refused(depth: int) -> None:
 
     with pytest.raises(CollectiveError, match=r"give the carry alone.* return x, and not "):
         jax.vmap(run, axis_name="x")(jnp.ones((2, 4, 16)))
+
+
+@pytest.mark.parametrize("backend", ["pallas", "xla"])
+def test_weights_and_gradients_go_over_wires(backend: str) -> None:
+    """As a scan whose gathers take one wire and their derivatives another."""
+    wires = {"wire": "int8", "wire_backward": pc.Wire("int8", group="row")}
+
+    def narrow(x: jax.Array, weights: Arrays) -> jax.Array:
+        return pc.scan_gathered(layer, x, weights, "x", **wires)
+
+    def by_calls(x: jax.Array, weights: Arrays) -> jax.Array:
+        def turn(x: jax.Array, w: Arrays) -> tuple[jax.Array, None]:
+            gather = lambda w: pc.all_gather(w, "x", tiled=True, **wires)  # noqa: E731
+            return layer(x, jax.tree.map(gather, w)), None
+
+        return lax.scan(turn, x, weights)[0]
+
+    with pc.use_backend(backend):
+        got, want, exact = (derived(fn, 3, side=128) for fn in (narrow, by_calls, ours))
+    jax.tree.map(lambda g, w: np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-4), got, want)
+    assert not np.array_equal(got[0], exact[0])
+
+
+def test_wires_are_checked_before_anything_is_traced() -> None:
+    key = pc.Wire("int8", rounding="stochastic", key=jax.random.key(0))
+    for wires, rule in (({"wire": key}, "one key"), ({"wire_backward": "int3"}, "int3")):
+        with pytest.raises(WireError, match=rule):
+            derived(lambda x, w, o=wires: pc.scan_gathered(layer, x, w, "x", **o), 2)

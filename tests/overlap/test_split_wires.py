@@ -1,0 +1,178 @@
+"""Collectives in two halves over a wire: the bits of the whole call; and what moves on TPUs."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import harness
+import pallas_collectives as pc
+from in_halves import EVERY, FORMS, N, on_devices, split
+from pallas_collectives.errors import CollectiveError, DtypeError, WireError
+
+WIRES = [
+    "int8",
+    "float8_e4m3fn",
+    pc.Wire("int8", group="row"),
+    pc.Wire("float8_e5m2", group=256, scales="power of two"),
+]
+# Blocks of a stacked result lie along a new dimension, which the whole call groups them by.
+MOVED = [form for form in FORMS if not form.endswith("stacked") and "order" not in form]
+
+
+def numbers(shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    return np.random.default_rng(0).standard_normal(shape).astype(jnp.dtype(dtype))
+
+
+def whole(form: str, x: jax.Array, **options: Any) -> jax.Array:
+    name, args, kwargs = EVERY[form](x, **options)
+    return getattr(pc, name)(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("wire", WIRES, ids=str)
+@pytest.mark.parametrize("form", MOVED)
+def test_the_bits_are_those_of_the_whole_call(by_nccl, fresh_counts, form, wire, dtype):
+    x = numbers((N, 2 * N, 96 * N), dtype)
+    got = on_devices(lambda x: split(form, x, wire=wire)[0], x)
+    assert {algorithm for _, _, algorithm in pc.counts()} == {"copies"}
+    assert all(taken for (_, taken, _) in pc.wire_counts())
+    want = on_devices(functools.partial(whole, form, wire=wire), x)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("form", ["all_gather stacked", "all_to_all stacked", "pswapaxes"])
+def test_stacked_results_are_within_half_a_step(by_nccl, form):
+    x = numbers((N, N, 128, 128), "float32")
+    got = on_devices(lambda x: split(form, x, wire="int8")[0], x)
+    want = on_devices(functools.partial(whole, form), x)
+    assert not np.array_equal(got, want)
+    np.testing.assert_allclose(got, want, atol=np.abs(x).max() / 254 * 1.001)
+
+
+def test_bfloat16_needs_no_scales(by_nccl):
+    x = numbers((N, 2 * N, 96 * N), "float32")
+    for form in ("all_gather", "psum_scatter", "psum", "all_to_all", "ppermute"):
+        got = on_devices(lambda x, f=form: split(f, x, wire="bfloat16")[0], x)
+        want = on_devices(functools.partial(whole, form), x)
+        assert not np.array_equal(got, want)
+        np.testing.assert_allclose(got, want, rtol=2**-7, atol=2**-6)
+
+
+@pytest.mark.parametrize("form", MOVED)
+def test_batched_bits_are_those_of_the_whole_call(by_nccl, form):
+    x = numbers((N, 2 * N, 96 * N, 3), "float32")
+    batched = functools.partial(jax.vmap, in_axes=2, out_axes=-1)
+    got = on_devices(batched(lambda x: split(form, x, wire="int8")[0]), x)
+    want = on_devices(batched(functools.partial(whole, form, wire="int8")), x)
+    np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("form", [*MOVED, "all_gather stacked"])
+def test_derivatives_pass_straight_through(by_nccl, form, wrap, check_vma):
+    """In full precision, of a loss that is linear in the result."""
+    x = numbers((N, 2 * N, 96 * N), "float32")
+
+    def derived(x: jax.Array, **options: Any) -> jax.Array:
+        def loss(x: jax.Array) -> jax.Array:
+            y = split(form, x, **options)[0]
+            return jnp.sum(y * jnp.sin(jnp.arange(y.size)).reshape(y.shape))
+
+        return jax.grad(wrap(loss))(x)
+
+    run = functools.partial(harness.per_device, on=harness.mesh(N), check_vma=check_vma)
+    got, want = run(functools.partial(derived, wire="int8"))(x), run(derived)(x)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+    tangents = run(lambda x: jax.jvp(lambda x: split(form, x, wire="int8")[0], (x,), (x,))[1])(x)
+    np.testing.assert_allclose(tangents, run(lambda x: split(form, x)[0])(x), rtol=1e-6)
+
+
+def test_what_may_be_left_out_is_and_is_counted(by_nccl, fresh_counts):
+    x = numbers((N, 2 * N, 96 * N), "float32")
+    got = on_devices(lambda x: split("all_gather", x, wire="auto")[0], x)
+    np.testing.assert_array_equal(got, on_devices(lambda x: split("all_gather", x)[0], x))
+    ((_, wire, why),) = pc.wire_counts()
+    assert wire == "" and "copy engines" in why
+
+
+def test_what_flights_do_not_do_is_the_whole_call_where_it_starts(by_nccl, fresh_counts):
+    x = numbers((N, 2 * N, 96 * N), "float32")
+    drawn = pc.Wire("int8", rounding="stochastic", key=jax.random.key(0))
+    options: list[tuple[str, dict[str, Any]]] = [
+        ("psum", {"wire": pc.Wire("int8", group="row"), "order": "rank"}),
+        ("psum", {"wire": drawn}),
+        ("all_gather", {"wire": "int8", "wire_backward": "int8"}),
+    ]
+    for form, asked in options:
+        got = on_devices(lambda x, f=form, o=asked: split(f, x, **o)[0], x)
+        want = on_devices(functools.partial(whole, form, **asked), x)
+        np.testing.assert_array_equal(got, want)
+    assert "copies" not in {algorithm for _, _, algorithm in pc.counts()}
+
+
+@pytest.mark.parametrize(
+    "error, rule, form, options",
+    [
+        (DtypeError, "float32, bfloat16 and float16 only", "psum", {"wire": "int8"}),
+        (WireError, "in place of", "all_gather", {"wire": "int8"}),
+        (WireError, "int3", "psum_scatter", {"wire": "int3"}),
+        (CollectiveError, "widens", "psum", {"wire": "int8", "precise": True}),
+    ],
+)
+def test_bad_input_is_refused_as_by_the_whole_call(by_nccl, error, rule, form, options):
+    x = np.ones((N, 4 * N, 1), "int32" if error is DtypeError else "float32")
+    for call in (lambda x: split(form, x, **options)[0], lambda x: whole(form, x, **options)):
+        with pytest.raises(error, match=rule):
+            on_devices(call, x)
+
+
+# --- on TPUs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_compiled_what_is_packed_moves_beside_products(generation, fresh_counts):
+    """By lax or a SparseCore; on v4, where nothing does, a kernel packs on the core."""
+    pytest.importorskip("libtpu")
+
+    def program(x: jax.Array) -> jax.Array:
+        started = pc.all_gather_start(x, "x", tiled=True, wire="int8")
+        w = jnp.ones((1024, 1024), x.dtype)
+        between = jnp.tanh(jnp.tanh(x[:1024] @ w) @ w)
+        return started.done(after=between)[:1024] + between
+
+    topology = harness.GENERATIONS[generation]
+    text = harness.compile_for_tpu(program, topology, (4096, 1024), sizes=(4, 2)).text
+    assert [wire for _, wire, _ in pc.wire_counts()] == ["int8"]
+    ((_, backend, algorithm),) = pc.counts()
+    assert ("wire_pack" in text) == ("wire_unpack" in text) == (generation != "v4")
+    on_sparsecore = "call-start" in text and 'async_execution_thread="sparsecore"' in text
+    if generation in ("v5e", "7x"):
+        assert backend == "xla" and "all-gather" in text
+    elif generation == "v4":
+        assert backend == "pallas" and not algorithm.endswith(":sc")
+    else:
+        assert algorithm.endswith(":sc") and on_sparsecore
+
+
+@pytest.mark.parametrize(
+    "op, chip, way",
+    [
+        ("all_gather_start", "v6e", "passes"),
+        ("all_gather_start", "v5e", "passes"),
+        ("all_gather_start", "v4", "bidirectional"),
+        ("psum_start", "v5p", "ring"),
+        ("all_gather", "v6e", "line"),
+    ],
+)
+def test_explain_says_what_packs_and_who_moves_it(op, chip, way):
+    said = pc.explain(op, shape=(4096, 1024), dtype="bfloat16", devices=8, chip=chip, wire="int8")
+    assert (said.wire.way or "passes") == way
+    if way == "passes":
+        (moved,) = said.inside
+        assert "beside compute" in moved.why
+        assert "the core would stop for it" in str(said)
