@@ -27,7 +27,7 @@ from pallas_collectives.annotations import Dim, Tangent
 from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import Addresses
-from pallas_collectives.backends.plans import How, Plan
+from pallas_collectives.backends.plans import MOVES, How, Plan
 from pallas_collectives.nccl import copies, dtypes, ffi, mailboxes, posts, tape
 from pallas_collectives.nccl.tape import Address
 from pallas_collectives.topology import placement
@@ -154,9 +154,13 @@ def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Arr
 
     The token is 0, which XLA does not know: what takes it comes after the start.
     """
-    op = {"gather": "all_gather", "exchange": "all_to_all", "permute": "ppermute"}[flight.op]
     counters.note(
-        Plan(op=op, backend="nccl", algorithm="copies", why="it was started, to be done later")
+        Plan(
+            op=MOVES[flight.op],
+            backend="nccl",
+            algorithm="copies",
+            why="it was started, to be done later",
+        )
     )
     *started, token = _start_p.bind(x, *after, flight=flight)
     return started, token

@@ -23,7 +23,7 @@ from pallas_collectives.annotations import DTypeLike
 from pallas_collectives.backends import counters
 from pallas_collectives.backends import nccl as on_gpus
 from pallas_collectives.backends.nccl import run_by
-from pallas_collectives.backends.plans import Plan
+from pallas_collectives.backends.plans import MOVES, Plan
 from pallas_collectives.backends.wire_ways import Move
 from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.kernels.machinery import launch
@@ -32,12 +32,7 @@ from pallas_collectives.nccl.packed import EXCHANGE, GATHER, PERMUTE, REDUCE, Pa
 from pallas_collectives.topology import placement
 from pallas_collectives.wires import Wire
 
-_OPS = {
-    GATHER: "all_gather",
-    EXCHANGE: "all_to_all",
-    PERMUTE: "ppermute",
-    REDUCE: "all_reduce",
-}
+_OPS = {**MOVES, REDUCE: "all_reduce"}
 
 
 def moved(blocks: jax.Array, wire: Wire, *moves: Move, dtype: DTypeLike, adds: bool) -> jax.Array:

@@ -40,6 +40,9 @@ NAMES = ("pallas", "nccl", "xla")
 # it, as for weights, also where turns go in pairs; the turn behind begins it, as for gradients.
 MAY_BE_AHEAD, IS_AHEAD, IN_PAIRS, IS_BEHIND = "may be", "is", "in pairs", "behind"
 
+# The collective that moves blocks, by what becomes of them.
+MOVES = {"gather": "all_gather", "exchange": "all_to_all", "permute": "ppermute"}
+
 # What a backend raises for a call that lax can serve in its place.
 UNSERVABLE = (DtypeError, ReachError, SliceError, SlowerError, UnservedError, VmemError)
 

@@ -45,7 +45,7 @@ from pallas_collectives.backends import counters, ordered
 from pallas_collectives.backends.layout import blocks as blocks_of
 from pallas_collectives.backends.layout import side_by_side
 from pallas_collectives.backends.pallas import packed
-from pallas_collectives.backends.plans import How, Plan
+from pallas_collectives.backends.plans import MOVES, How, Plan
 from pallas_collectives.backends.wire_choice import by_lax, settled
 from pallas_collectives.backends.wire_ways import Move, by_kernels, gathers_terms, rows_by_kernels
 from pallas_collectives.tiles import SUBLANES
@@ -190,8 +190,7 @@ class OnWire:
 
     def _move(self, op: str, group: Group, how: How, perm: Sequence[tuple[int, int]] = ()) -> Move:
         """A gather or exchange of blocks, or a permute."""
-        name = {"gather": "all_gather", "exchange": "all_to_all", "permute": "ppermute"}[op]
-        options: dict[str, Any] = {"perm": perm} if op == "permute" else {"axis": 0}
+        name, options = MOVES[op], {"perm": perm} if op == "permute" else {"axis": 0}
         if op == "exchange":
             options = {"split_axis": 0, "concat_axis": 0}
 

@@ -20,6 +20,10 @@ Who serves:
   TensorCore, which stops for it. `explain("all_gather_start", ...)` says which, and why.
 * Anywhere else it is one call, by the backend in scope.
 
+Over a wire what is packed moves so: on GPUs by copy engines, with the bits of the whole call; on
+TPUs where the core waits less for passes before and behind than for a kernel that packs
+(`wire_choice`).
+
 No kernel hands DMAs that are under way to a second one, though that compiles for all TPUs: XLA may
 copy the memory between the two, and does so in loops, with bytes in it that have not come yet.
 """
@@ -70,8 +74,8 @@ def all_gather_start(
     Args:
       after: arrays, in any pytree, that GPUs compute before the collective starts.
         Elsewhere XLA decides.
-      **narrower: `wire` and related options. If any is set, the collective runs whole where it is
-        started.
+      **narrower: `wire` and related options. On GPUs what is packed for a wire is under way; with
+        random rounding or any other of these options the collective runs whole where it starts.
 
     Returns:
       A `Started`, whose `done()` gives the result.
