@@ -89,7 +89,7 @@ AROUND: dict[str, Any] = {"perm": [(d, (d + 1) % 4) for d in range(4)]}
         ("all_to_all", BLOCKS, (), "float32", {}),
         ("pswapaxes", {"axis": 0}, (8, 128), "float32", {}),
         ("pmax", {}, (8, 128), "complex64", {}),
-        ("pmin", {"wire": "int8"}, (8, 128), "float32", {"wire": "int8"}),
+        ("pmin", {"wire": "int8"}, (8,), "float32", {"wire": "int8"}),
         ("psum", {"order": "size"}, (8,), "float32", {"order": "size"}),
         ("psum", {"wire": "int8"}, (8, 128), "int32", {"wire": "int8"}),
         ("ppermute", AROUND | {"wire": "i8"}, (8,), "float32", {"wire": "i8"}),

@@ -314,7 +314,8 @@ def _why(op: str, step: KernelPlan, over: WirePlan | None) -> str:
 def _over_wire(plan: WirePlan, devices: int) -> str:
     """Bytes, time and error of a collective over a wire, in a sentence."""
     share = f"{plan.sent} bytes in place of {plan.nbytes} ({100 * plan.sent / plan.nbytes:.1f}%)"
-    error = wire_ways.error_in_words(plan.op, plan.wire, devices, plan.requantizes, way=plan.way)
+    of: dict[str, Any] = {"way": plan.way, "called": counters.lax_name(plan.op, plan.call)}
+    error = wire_ways.error_in_words(plan.op, plan.wire, devices, plan.requantizes, **of)
     if plan.us is None or plan.wired_us is None:
         taken = (
             f"auto takes {plan.wire}, since the operand is large: " if plan.wire.optional else ""

@@ -47,8 +47,6 @@ def check_call(name: str, x: jax.ShapeDtypeStruct, group: Group, axis: int, **as
     parameters = inspect.signature(function).parameters
     given = {argument: value for argument, value in asked.items() if value is not None}
     lacks = {a: given[a] for a in given.keys() - parameters.keys()}
-    if hasattr(function, "__wrapped__"):
-        lacks.pop("wire", None)  # the wrapper says why there is none
     if axis != 0 and not parameters.keys() & _DIMENSIONS:
         lacks["axis"] = axis
     for argument, value in lacks.items():

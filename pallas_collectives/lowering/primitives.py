@@ -22,7 +22,7 @@ from jax.interpreters import ad, mlir
 from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval, Rule
 from pallas_collectives.annotations import Dim, Tangent
-from pallas_collectives.backends import choice, nested, serving
+from pallas_collectives.backends import choice, counters, nested, serving
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import bundles, many_operands, placed, remat
 from pallas_collectives.validation import AxisName, Groups
@@ -347,7 +347,8 @@ def _effects(op: str, how: How, avals: Sequence[Aval], params: dict[str, Any]) -
 
 
 def _by_kernels(*operands: jax.Array, op: str, how: How, **params: Any) -> jax.Array:
-    return serving.run(op, how, *operands, **params)
+    with counters.calling(catalogue.primitives()[op][0].function_of(op)):
+        return serving.run(op, how, *operands, **params)
 
 
 def _by_lax(*_: jax.Array, **__: Any) -> tuple[()]:
