@@ -310,7 +310,13 @@ def _term(values: jax.Array, scales: jax.Array, number: Number) -> jax.Array:
 
 
 def in_blocks(x: jax.Array, how: How, n: int) -> jax.Array:
-    """An operand of a sum, of any shape, as n blocks of whole groups, with padding behind it."""
+    """An operand of a sum, of any shape, as n blocks of whole groups, with padding behind it.
+
+    Where it is of several `pieces`, there is padding behind each.
+    """
+    if how.pieces:
+        parts = jnp.split(x, np.cumsum(how.pieces)[:-1])
+        x = jnp.concatenate([jnp.pad(part, (0, -part.size % _whole(how))) for part in parts])
     flat = _flat(x[None], how, n)[0]
     unit = n * (_whole(how) if flat.ndim == 1 else 1)
     padding = [(0, -len(flat) % unit), *[(0, 0)] * (flat.ndim - 1)]
@@ -335,7 +341,11 @@ def _flat(blocks: jax.Array, how: How, cut: int = 1) -> jax.Array:
 
 
 def out_of_blocks(flat: jax.Array, shape: tuple[int, ...], how: How) -> jax.Array:
-    """What `_flat` makes of one block, and perhaps padding behind it, in the block's shape."""
+    """What `_flat` makes of one block, or `in_blocks` of all, in the shape before."""
+    if how.pieces:
+        padded = [size + -size % _whole(how) for size in how.pieces]
+        parts = jnp.split(flat.reshape(-1), np.cumsum(padded))
+        return jnp.concatenate([part[:size] for part, size in zip(parts, how.pieces, strict=False)])
     numbers, elements = math.prod(shape), math.prod(shape[: how.mapped])
     if flat.size == numbers:
         return flat.reshape(shape)

@@ -150,8 +150,10 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     many = primitive.multiple_results = _is_reduction(lax_p)
 
     def implementation(*args: jax.Array, how: How, **params: Any) -> Any:
-        lower = functools.partial(serving.lower, lax_p, how, **params)
-        return bundles.reduced(lower, args, how, params["axes"]) if many else lower(*args)
+        if many:
+            lower = lambda x, how: serving.lower(lax_p, how, x, **params)  # noqa: E731
+            return bundles.reduced(lower, args, how, params["axes"])
+        return serving.lower(lax_p, how, *args, **params)
 
     def abstract_eval(*avals: Aval, how: How, **params: Any) -> tuple[Aval, frozenset[Any]]:
         out, of_lax = lax_p.abstract_eval(*avals, **params)
