@@ -169,14 +169,15 @@ def explain(
     if mesh is None:
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
     where = _places(devices or 0, torus) if torus else placement.of_mesh(mesh)
+    of = checks.dtype_of(dtype)
+    checks.check_size(nbytes or 0 if shape is None else math.prod(map(int, shape)) * of.itemsize)
     if columns is not None:
-        x = jax.ShapeDtypeStruct(tuple(shape or ()), checks.dtype_of(dtype))
+        x = jax.ShapeDtypeStruct(tuple(shape or ()), of)
         widths = (columns,) if isinstance(columns, int | np.integer) else tuple(columns)
         return _product(op, mesh, where, axis_name, x, widths, axis, order)
     with _on(mesh, where):
         group = canonical.group_of(axis_name)
         collective = catalogue.functions()[_whole(op)]
-        of = checks.dtype_of(dtype)
         if shape is None:
             operand = _operand(collective, nbytes or 0, of, group.size)
         else:
