@@ -85,8 +85,11 @@ def check_groups(groups: Sequence[Sequence[int]], size: int, alike: bool = True)
 def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int) -> None:
     """Checks that operand, output and tables of a ragged exchange fit together."""
     operand, output = jax.typeof(operand), jax.typeof(output)
-    alike = operand.dtype == output.dtype and operand.shape[1:] == output.shape[1:]
-    if not alike or not operand.shape or not output.shape:
+    for name, of in (("operand", operand), ("output", output)):
+        if not of.shape:
+            rule, remedy = "it must have rows", "give it a dimension, for example with x[None]"
+            raise CollectiveError(f"{name}, a scalar", rule, remedy)
+    if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:]:
         raise CollectiveError(
             f"operand of {operand.str_short()}, output of {output.str_short()}",
             "both must have the same dtype and rows of the same shape",

@@ -316,6 +316,9 @@ def groups_of(columns: int, wire: Wire) -> int:
 def error_bound(x: jax.Array, scales: jax.Array, wire: Wire) -> jax.Array:
     """How far each number may be from x on arrival, in float32: half a step, or a whole one drawn.
 
+    A maximum or minimum may be as far from the exact one as the term that is farthest from its own
+    number there; and of three devices or more so much more as the maximum is on its way to all.
+
     What float32 itself rounds off on the way is in it: 2^-22 of the number, or 2^-126.
     """
     group = group_size(x.shape[-1], scales.shape[-1])

@@ -334,15 +334,15 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
         AlgorithmError,
         ("algorithm=7 for ppermute", "one of partners, everyone", "name one of them, or 'auto'"),
     ),
-    "a maximum over a wire": (
-        lambda x: pc.pmax(x, "x", wire="int8"),
+    "a maximum with a wire of derivatives": (
+        lambda x: pc.pmax(x, "x", wire_backward="int8"),
         WireError,
-        ("wire='int8' for pmax", "this compares them", "leave it out"),
+        ("wire_backward='int8' for pmax", "no derivative", "leave it out"),
     ),
-    "a minimum that is started over a wire": (
-        lambda x: pc.pmin_start(x, "x", wire="int8"),
+    "a minimum that is started with a wire of derivatives": (
+        lambda x: pc.pmin_start(x, "x", wire_backward="int8"),
         WireError,
-        ("wire='int8' for pmin", "this compares them", "leave it out"),
+        ("wire_backward='int8' for pmin", "no derivative", "leave it out"),
     ),
     "a residue of a wire that may be left out": (
         lambda x: pc.psum(x, "x", wire="auto", return_residue=True),

@@ -28,13 +28,22 @@ MESH = AbstractMesh((2,), ("x",))
         ({"op": "psum", "nbytes": 1, "devices": 1}, "2 or more"),
         (
             {"op": "psum", "nbytes": 1, "devices": 2, "chip": "v9"},
-            "chip='v9': it must be one of v4",
+            "chip='v9': it must be one of v4, v5e, v5p, v6e, 7x; name one of them",
         ),
+        (
+            {"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": "x", "chip": "v5e"},
+            "chip='v5e' with a mesh: .*; leave chip out",
+        ),
+        (
+            {"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": "x", "torus": "ring"},
+            "torus='ring' with a mesh: .*; leave torus out",
+        ),
+        ({"op": "psum", "nbytes": 1, "mesh": MESH, "axis_name": ["x"]}, "or a tuple of different"),
         ({"op": "psum", "nbytes": 1, "devices": 2, "torus": "knot"}, "'ring' or 'line'"),
         ({"op": "psum", "nbytes": 1, "mesh": MESH}, "mesh and axis_name"),
         (
             {"op": "psum", "nbytes": 1, "devices": "8"},
-            "devices='8': it must be a whole number of 2 or more",
+            "devices='8': it must be a whole number of 2 or more; write it like devices=8",
         ),
         (
             {"op": "psum", "nbytes": -5, "devices": 8},
@@ -56,7 +65,13 @@ def test_explain_refuses_too_little_to_go_on(arguments: dict[str, Any], message:
     [
         ("psum", {"shape": (2.5,)}, "whole numbers"),
         ("psum", {"shape": (-3, 4)}, "0 or more"),
-        ("psum", {"shape": (8, 128), "dtype": "nope"}, "dtype='nope'"),
+        ("psum", {"shape": (True, 4)}, "whole numbers"),
+        ("psum", {"shape": (8, 128), "dtype": "nope"}, "dtype='nope': .*write it like 'bfloat16'"),
+        ("psum", {"shape": (8, 128), "dtype": None}, "dtype=None: it must be a dtype of numbers"),
+        ("psum", {"nbytes": 8, "dtype": "str"}, "dtype='str': it must be a dtype of numbers"),
+        ("psum", {"shape": (1 << 40, 1 << 20)}, f"operand of {1 << 62} bytes: .* 128 GiB"),
+        ("psum", {"nbytes": 2 << 37}, "no device has more.*one device's operand"),
+        ("ragged_all_to_all", {"shape": ()}, r"operand, a scalar: it must have rows; .*x\[None\]"),
         ("psum", {"shape": (8, 128), "axis": 1}, "axis=1 for psum: psum has no such argument"),
         ("ppermute_start", {"nbytes": 512, "order": "rank"}, "order='rank' for ppermute"),
         ("pmax", {"nbytes": 512, "order": "rank"}, "order='rank' for pmax: .*; leave order out"),
@@ -89,7 +104,7 @@ AROUND: dict[str, Any] = {"perm": [(d, (d + 1) % 4) for d in range(4)]}
         ("all_to_all", BLOCKS, (), "float32", {}),
         ("pswapaxes", {"axis": 0}, (8, 128), "float32", {}),
         ("pmax", {}, (8, 128), "complex64", {}),
-        ("pmin", {"wire": "int8"}, (8, 128), "float32", {"wire": "int8"}),
+        ("pmin", {"wire": "int8"}, (8,), "float32", {"wire": "int8"}),
         ("psum", {"order": "size"}, (8,), "float32", {"order": "size"}),
         ("psum", {"wire": "int8"}, (8, 128), "int32", {"wire": "int8"}),
         ("ppermute", AROUND | {"wire": "i8"}, (8,), "float32", {"wire": "i8"}),

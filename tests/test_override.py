@@ -304,16 +304,16 @@ def test_wires_of_functions_by_name() -> None:
     assert (used.op, used.wire, used.why, used.times) == ("psum", "int8", "", 1)
     assert 0.25 < used.sent / used.nbytes < 0.27
     assert f"1 x psum over wire int8: {used.sent} bytes in" in str(pc.override_report())
-    assert left.why and f"1 x psum without its wire int8: {left.why}" in str(left)
+    assert left.why and f"1 x psum of 4 bytes without its wire int8: {left.why}" in str(left)
     assert pc.override_report().unused == ()
 
 
 def test_wires_that_no_function_takes() -> None:
     for wrong, match in (
-        ({"pmax": "int8"}, "take one are all_gather"),
+        ({"axis_index": "int8"}, "take one are all_gather"),
         ({"psum": "int5"}, "int8"),
         ({"psum": pc.Wire("int8", 128, "stochastic", jax.random.key(0))}, "round to nearest"),
-        ({"pmax": None}, "take one are all_gather"),
+        ({"axis_index": None}, "take one are all_gather"),
     ):
         with pytest.raises(WireError, match=match), pc.override_lax(wire=wrong):
             pass

@@ -25,7 +25,7 @@ from jax.typing import DTypeLike
 from pallas_collectives.annotations import Interpret, Number
 from pallas_collectives.backends.plans import How
 from pallas_collectives.catalogue.records import PARTNERS, Algorithm
-from pallas_collectives.kernels.machinery.combine import wide
+from pallas_collectives.kernels.machinery.combine import OPS, wide
 from pallas_collectives.topology.groups import Group
 
 # Where backends have no times to go by: a gather saves a call, and an exchange all but 2/n of the
@@ -74,18 +74,19 @@ def added(blocks: jax.Array, n: int, axis: int) -> jax.Array:
     return _rounded(total(term, n), dtype)
 
 
-def total(term: Callable[[Any], jax.Array], n: int) -> jax.Array:
-    """term(0) + term(1) + ... + term(n - 1), in this order."""
+def total(term: Callable[[Any], jax.Array], n: int, op: str = "sum") -> jax.Array:
+    """term(0) + term(1) + ... + term(n - 1), in this order; "max" or "min" in place of plus."""
+    combine = OPS[op]
 
     def several(turn: Number, so_far: jax.Array) -> jax.Array:
         for k in range(_TERMS):
-            so_far = so_far + term(1 + turn * _TERMS + k)
+            so_far = combine(so_far, term(1 + turn * _TERMS + k))
         return so_far
 
     turns = (n - 1) // _TERMS
     so_far = lax.fori_loop(0, turns, several, term(0)) if turns > 1 else term(0)
     for k in range(1 + turns * _TERMS if turns > 1 else 1, n):
-        so_far = so_far + term(k)
+        so_far = combine(so_far, term(k))
     return so_far
 
 

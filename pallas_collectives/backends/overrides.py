@@ -140,7 +140,7 @@ def _report(plans: list[Plan], programs: int) -> OverrideReport:
         )
 
     told = tuple(
-        OnWire(*key, len(same), sum(p.nbytes for p in same), sum(p.sent for p in same))
+        OnWire(*key, len(same), sum(map(_given, same)), sum(p.sent for p in same))
         for key, same in on_wires.items()
     )
     on = " and ".join(sorted({plan.chip for plan in plans if isinstance(plan, KernelPlan)}))
@@ -169,6 +169,11 @@ def _nbytes(steps: list[Plan]) -> int:
     """A call's own bytes, and not as they are laid out for the kernel that serves it."""
     call = steps[0].call
     return call.nbytes if call and isinstance(steps[0], KernelPlan) else 0
+
+
+def _given(plan: WirePlan) -> int:
+    """Bytes of what a wire was asked for: the call's own where it is left out."""
+    return plan.nbytes or (plan.call.nbytes if plan.call else 0)
 
 
 def _exposed(plans: Iterable[Plan]) -> tuple[float | None, float | None]:

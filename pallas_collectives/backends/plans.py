@@ -65,6 +65,8 @@ class How:
       once: over a wire, each term must be quantised once: draws and residues need that.
       mapped: how many leading dimensions are vmap's, of each row where rows are ragged; over a
         wire no group is of two elements.
+      pieces: the sizes of the arrays that lie behind one another in a sum's operand, a bundle; over
+        a wire no group is of two of them.
       beside: whether the step around the call matters: lax then serves what XLA runs beside
         compute, and a SparseCore what is worth it (see `tuning.overlaps`).
       awaited: whether products wait for the result at once, as for tokens, which were computed
@@ -89,6 +91,7 @@ class How:
     wire_backward: Wire | None = None
     once: bool = False
     mapped: int = 0
+    pieces: tuple[int, ...] = ()
     beside: bool = False
     awaited: bool | None = None
     fuses: bool = False

@@ -42,7 +42,7 @@ class OnWire:
       wire: the one asked for, in words.
       why: why it is left out; "" where it is used.
       times: how often it was built.
-      nbytes: bytes of a device's operands, in all.
+      nbytes: bytes of a device's operands, in all; 0 where that is not known.
       sent: bytes as they travel; 0 where the wire is left out.
     """
 
@@ -55,7 +55,8 @@ class OnWire:
 
     def __str__(self) -> str:
         if self.why:
-            without = f"{self.times} x {self.op} without its wire {self.wire}"
+            nbytes = f" of {self.nbytes} bytes{_in_all(self.times)}" if self.nbytes else ""
+            without = f"{self.times} x {self.op}{nbytes} without its wire {self.wire}"
             return f"{without}{_each(self.times)}: {self.why}"
         share = f"{self.sent} bytes in place of {self.nbytes}{_in_all(self.times)}"
         return f"{self.times} x {self.op} over wire {self.wire}: {share}"

@@ -63,7 +63,7 @@ def settled(
     Raises:
       DtypeError, WireError, AlgorithmError: a wire that was named cannot be had, or loses.
     """
-    plain = dataclasses.replace(how, wire=None, wire_backward=None, mapped=0, once=False)
+    plain = dataclasses.replace(how, wire=None, wire_backward=None, mapped=0, once=False, pieces=())
     wire = how.wire
     if wire is None:
         return None, plain, NO_WAY
@@ -140,7 +140,7 @@ def lost(op: str, x: jax.Array, sent: int, wire: Wire) -> str:
     rule = f"with scales and padding it takes {sent} bytes in place of {x.nbytes}"
     if not wire.optional:
         # A sum's groups are of the flattened operand.
-        larger = "sum more numbers at a time" if wire_ways.adds(op) else "make rows longer"
+        larger = "reduce more numbers at a time" if wire_ways.adds(op) else "make rows longer"
         remedy = f"leave wire=None, or wire='auto' to have it left out; or {larger}"
         raise WireError(
             f"wire {wire} for {counters.lax_name(op)} of {x.dtype}{list(x.shape)}", rule, remedy

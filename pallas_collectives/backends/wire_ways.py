@@ -10,7 +10,8 @@ A sum has these ways over a wire with scales:
 
 The algorithms of the last are those whose record says `packed`; `psum` calls the first of them
 "ring". But for the gather, a psum gathers the sums, quantised once more, and so gives everyone the
-same bits; of two devices the exchange is a gather of the terms. What is only moved is quantised
+same bits; of two devices the exchange is a gather of the terms. `pmax` and `pmin` go by exchange or
+gather, as sums do. What is only moved is quantised
 once: by passes around a collective, by an algorithm whose record says `packed`, or on GPUs by
 kernels that write to the peer's memory. The quicker way by the tables of times (`tuning`) is taken,
 and a gather of terms where it is named; where no times tell, and where a draw or a residue presumes
@@ -27,7 +28,7 @@ import jax.numpy as jnp
 
 from pallas_collectives import catalogue, tiles, wires
 from pallas_collectives.annotations import DType, DTypeLike
-from pallas_collectives.backends import fastest, ordered, slices
+from pallas_collectives.backends import counters, fastest, ordered, slices
 from pallas_collectives.backends.plans import Candidate, How
 from pallas_collectives.catalogue.records import TORUS
 from pallas_collectives.errors import AlgorithmError
@@ -219,7 +220,7 @@ def no_ring(op: str, group: Group, how: How) -> str:
     if adds(op) and how.wire is not None and how.wire.group == "row":
         return "kernels that add on the way know groups of 128 and 256"
     if how.once:
-        return "stochastic rounding and residues need terms that are quantised once"
+        return "draws, residues, maxima and minima need terms that are quantised once"
     if slices.split(group, slices.slices(group, how.across)) is not None:
         return "the devices are in several slices"
     if not packing(op, group):
@@ -256,7 +257,9 @@ def told(op: str, way: Way, taken: Way, wire: Wire, n: int, nbytes: int) -> Cand
     How far a number is off stands with that one: here only where numbers are rounded.
     """
     more = f", no fewer than its own {nbytes}" if way.sent >= nbytes else ""
-    off = off_in(op, n, way.packs, way=way.algorithm) if wire.scaled else ""
+    off = ""
+    if wire.scaled:
+        off = off_in(op, n, way.packs, way=way.algorithm, called=counters.lax_name(op))
     source = "no table has it" if way.us is None else "modelled"
     said = f"{source}, an operand goes in {way.sent} bytes{more}{'; off ' if off else ''}{off}"
     if way.us is not None and (taken.us is None or way.us < taken.us) and not more:
@@ -272,7 +275,9 @@ def gathers_terms(n: int, way: str = "") -> bool:
     return n == 2 or way == GATHER
 
 
-def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False, *, way: str = "") -> str:
+def error_in_words(
+    op: str, wire: Wire, n: int, requantizes: bool = False, *, way: str = "", called: str = ""
+) -> str:
     """How far a result may be from the exact one, before it is rounded to the operand's dtype."""
     if not wire.scaled:
         return "rounded to bfloat16, 2^-9 of each number, at every hop"
@@ -280,17 +285,19 @@ def error_in_words(op: str, wire: Wire, n: int, requantizes: bool = False, *, wa
     half = shares.get(wire.dtype, "1/8 of itself")
     if wire.scales != "float32" and wire.dtype == "int8":
         half = "1/127 of the largest number of its group"
-    off = off_in(op, n, requantizes, way=way)
+    off = off_in(op, n, requantizes, way=way, called=called)
     return f"each number is off by {half} at most{', ' if off else ''}{off}"
 
 
-def off_in(op: str, n: int, requantizes: bool = False, *, way: str = "") -> str:
-    """Where the numbers of a sum are rounded; "" of what is only moved."""
+def off_in(op: str, n: int, requantizes: bool = False, *, way: str = "", called: str = "") -> str:
+    """Where the numbers of a sum are rounded, or of pmax or pmin by name; "" of what only moves."""
     record = catalogue.COLLECTIVES.get(op)  # a broadcast is none: a gather is made of it
     if record is None or not record.adds:
         return ""
     terms = f"in the sum at each of {n - 1} hops" if requantizes else f"in each of the {n} terms"
     gathers_sums = record.sums_everywhere and (requantizes or not gathers_terms(n, way))
+    if called in ("pmax", "pmin"):
+        return f"in one term{' and in the result' if gathers_sums else ''}"
     return f"{terms}{' and in their sum' if gathers_sums else ''}"
 
 

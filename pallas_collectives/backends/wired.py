@@ -9,7 +9,7 @@ buffer, so that scales travel with their chunk:
                                    in the order of the ranks
     all_reduce                     that, and an all_gather of the sums, which are quantised again;
                                    of two devices, or by name, an all_gather of the terms: each
-                                   device adds them
+                                   device adds them; maxima and minima likewise, not added
 
 Sums take groups of the flattened block, or rows of it. With b_p the error bound of device p's term
 (half a step, see `wires.error_bound`) and B that of the sum: a scattered sum is within
@@ -17,9 +17,12 @@ b_0 + ... + b_(n-1) of the exact one, and a psum of three or more within B more;
 the result is rounded to the operand's dtype.
 A sum beyond that dtype is inf; so a psum of three or more has NaN in its group, as wherever a
 group holds inf.
+With b the largest of these bounds, and B that of the maximum, a maximum or minimum is within b of
+the exact one if its terms are gathered, else within b + B.
 
 On GPUs kernels of one pass quantise, and dequantise or add, where `gpu_codec` serves, and write to
-peers' memory where that is reached (`nccl_packed`); elsewhere passes of XLA do it: the same bits.
+peers' memory where that is reached (`nccl_packed`); elsewhere, and for maxima, passes of XLA do
+it: the same bits.
 On TPUs kernels of one pass do it too, where `kernels.wire_format` has a format for the blocks; and
 gathers, exchanges and permutes of whole tiles are packed and unpacked in their kernels instead:
 other bits, within the same bound. Sums can be added on the way, round a ring,
@@ -168,9 +171,9 @@ class OnWire:
         return out_of_blocks(sums, blocks.shape[1:], how).astype(x.dtype)
 
     def all_reduce(self, x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
-        """The sum, everywhere."""
-        assert op == "sum", "maxima have no wire"
+        """The sum, maximum or minimum, everywhere."""
         n = group.size
+        how = how if op == "sum" else dataclasses.replace(how, once=True)
         cut = functools.partial(in_blocks, how=how, n=n)
         wire, plain, way = settled("all_reduce", x, jax.eval_shape(cut, x).shape, group, how)
         if wire is None or not wire.scaled:
@@ -183,9 +186,10 @@ class OnWire:
             named = dataclasses.replace(plain, algorithm=way.algorithm)
             whole = self._module.requantized_reduce(blocks, group, wire=wire, how=named)
         elif gathers_terms(n, way.algorithm):
-            whole = _added(blocks.reshape(1, -1, *blocks.shape[2:]), wire, gather, x.dtype)
+            terms = blocks.reshape(1, -1, *blocks.shape[2:])
+            whole = _added(terms, wire, gather, x.dtype, op)
         else:
-            whole = _reduced(blocks, wire, self._move("exchange", group, plain), gather)
+            whole = _reduced(blocks, wire, self._move("exchange", group, plain), gather, op)
         return out_of_blocks(whole, x.shape, how)
 
     def _move(self, op: str, group: Group, how: How, perm: Sequence[tuple[int, int]] = ()) -> Move:
@@ -212,29 +216,34 @@ def moved(
     return wires.unpack(move(wires.pack(*wires.quantize(blocks, wire))), blocks.shape[1:], wire)
 
 
-def _added(blocks: jax.Array, wire: Wire, move: Move, result: DTypeLike) -> jax.Array:
+def _added(
+    blocks: jax.Array, wire: Wire, move: Move, result: DTypeLike, op: str = "sum"
+) -> jax.Array:
     """(k, elements) -> (elements,): the sum, in float32, of everyone's terms that `move` brings.
 
     result: the sum's dtype.
+    op: "sum"; or "max" or "min" for what is not added.
     """
-    if _in_one_pass(blocks, wire, move):
+    if op == "sum" and _in_one_pass(blocks, wire, move):
         return _by_kernels(blocks, wire, move, dtype=result, adds=True)
     if format := by_kernels(blocks.shape, blocks.dtype, wire, move.how.backend):
-        return _by_passes(blocks, format, move, result, adds=True).reshape(blocks.shape[1:])
+        return _by_passes(blocks, format, move, result, op).reshape(blocks.shape[1:])
     values, scales = moved(blocks, wire, move.at_once)
     limit = float(jnp.finfo(blocks.dtype).max)
 
     def term(number: Number) -> jax.Array:
         return jnp.clip(_term(values, scales, number), -limit, limit)
 
-    return ordered.total(term, move.group.size).astype(result)
+    return ordered.total(term, move.group.size, op).astype(result)
 
 
-def _reduced(blocks: jax.Array, wire: Wire, exchange: Move, gather: Move) -> jax.Array:
+def _reduced(
+    blocks: jax.Array, wire: Wire, exchange: Move, gather: Move, op: str = "sum"
+) -> jax.Array:
     """(n, elements) -> the same: the sum of everyone's blocks, of which each device adds one."""
-    if _in_one_pass(blocks, wire, exchange):
+    if op == "sum" and _in_one_pass(blocks, wire, exchange):
         return _by_kernels(blocks, wire, exchange, gather, dtype=blocks.dtype, adds=False)
-    sums = _added(blocks, wire, exchange, jnp.float32)
+    sums = _added(blocks, wire, exchange, jnp.float32, op)
     return _brought(sums[None], wire, gather, blocks.dtype)
 
 
@@ -252,22 +261,22 @@ def _brought(
         return come.reshape(-1, *blocks.shape[1:])
     format = by_kernels(blocks.shape, blocks.dtype, wire, move.how.backend, result=dtype)
     if format:
-        come = _by_passes(blocks, format, move, dtype, adds=False)
+        come = _by_passes(blocks, format, move, dtype)
         return come.reshape(-1, *blocks.shape[1:])
     return wires.dequantize(*moved(wires.overflown(blocks, dtype), wire, move.at_once), dtype)
 
 
 def _by_passes(
-    blocks: jax.Array, format: "Format", move: Move, dtype: DTypeLike, *, adds: bool
+    blocks: jax.Array, format: "Format", move: Move, dtype: DTypeLike, op: str = ""
 ) -> jax.Array:
-    """The blocks that come, or their sum, by kernels that make the passes before and behind."""
+    """The blocks that come, or what `op` makes of them, by kernels that make the passes."""
     from pallas_collectives.kernels import wire_passes  # which other backends do not need
 
     simulated: Any = {"interpret": move.how.interpret}
-    sent_as = blocks.dtype if adds else dtype
+    sent_as = blocks.dtype if op else dtype
     come = move.at_once(wire_passes.pack(blocks, format, sent_as, **simulated))
-    if adds:
-        return wire_passes.added(come, format, blocks.dtype, dtype, **simulated)
+    if op:
+        return wire_passes.added(come, format, blocks.dtype, dtype, op=op, **simulated)
     return wire_passes.unpack(come, format, dtype, **simulated)
 
 
@@ -306,7 +315,13 @@ def _term(values: jax.Array, scales: jax.Array, number: Number) -> jax.Array:
 
 
 def in_blocks(x: jax.Array, how: How, n: int) -> jax.Array:
-    """An operand of a sum, of any shape, as n blocks of whole groups, with padding behind it."""
+    """An operand of a sum, of any shape, as n blocks of whole groups, with padding behind it.
+
+    Where it is of several `pieces`, there is padding behind each.
+    """
+    if how.pieces:
+        parts = jnp.split(x, np.cumsum(how.pieces)[:-1])
+        x = jnp.concatenate([jnp.pad(part, (0, -part.size % _whole(how))) for part in parts])
     flat = flattened(x[None], how, n)[0]
     unit = n * (_whole(how) if flat.ndim == 1 else 1)
     padding = [(0, -len(flat) % unit), *[(0, 0)] * (flat.ndim - 1)]
@@ -331,7 +346,11 @@ def flattened(blocks: jax.Array, how: How, cut: int = 1) -> jax.Array:
 
 
 def out_of_blocks(flat: jax.Array, shape: tuple[int, ...], how: How) -> jax.Array:
-    """What `flattened` makes of one block, and perhaps padding behind it, in the block's shape."""
+    """What `flattened` makes of one block, or `in_blocks` of all, in the shape before."""
+    if how.pieces:
+        padded = [size + -size % _whole(how) for size in how.pieces]
+        parts = jnp.split(flat.reshape(-1), np.cumsum(padded))
+        return jnp.concatenate([part[:size] for part, size in zip(parts, how.pieces, strict=False)])
     numbers, elements = math.prod(shape), math.prod(shape[: how.mapped])
     if flat.size == numbers:
         return flat.reshape(shape)

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.lax import all_gather as lax_all_gather  # as it is, whatever `override_lax` puts there
 from jax.lax import all_to_all as lax_all_to_all
+from jax.lax import pmax as lax_pmax
+from jax.lax import pmin as lax_pmin
 from jax.lax import ppermute as lax_ppermute
 from jax.lax import psum as lax_psum
 from jax.lax import psum_scatter as lax_psum_scatter
@@ -48,10 +50,9 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
 
 
 def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
-    """The sum, everywhere, in the order of the ranks if that was asked for."""
-    assert op == "sum", "maxima have neither order nor wire"
+    """The sum, maximum or minimum, everywhere; in the order of the ranks if that was asked for."""
     if how.order is None:
-        return by_lax(lax_psum, group)(x)
+        return by_lax({"sum": lax_psum, "max": lax_pmax, "min": lax_pmin}[op], group)(x)
     return ordered.all_reduce(x, group, how=how)
 
 

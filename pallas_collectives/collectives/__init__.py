@@ -8,7 +8,7 @@ Sums and their like are in `reductions`. Each takes two more keyword arguments:
   with ":sc" a SparseCore runs the kernel, beside the TensorCore, where there is one; sums by rings
   and lines alone (see `kernels.machinery.sparsecore`). "auto:sc" and the like choose the algorithm.
 
-Those that gather, exchange, permute or sum floats can send narrower numbers (see `wires`):
+Those that gather, exchange, permute, sum or compare floats can send narrower numbers (see `wires`):
 
 * `wire`: "int8", "float8_e4m3fn", "float8_e5m2", "bfloat16" (of float32), a `Wire`, "auto" (int8
   where that is worth it), or None. Results are within half a step of each group of 128 numbers;

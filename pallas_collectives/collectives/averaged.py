@@ -67,9 +67,9 @@ class Averaged(NamedTuple):
         arrays = validation.varying([leaves[i] for i in sent], self.axis_name)
         number = itertools.count()
 
-        def reduced(x: jax.Array) -> Both:
+        def reduced(x: jax.Array, how: How) -> Both:
             key = None if self.wire.key is None else jax.random.fold_in(self.wire.key, next(number))
-            total, residue = self._reduced(x, key)
+            total, residue = self._reduced(x, key, how)
             return total / self._devices if self.mean else total, residue
 
         found = dict(zip(sent, bundles.reduced(reduced, arrays, self.how, ()), strict=True))
@@ -81,18 +81,18 @@ class Averaged(NamedTuple):
         sent = quantized.FLAT.send(leaf) and not validation.symbols([leaf])
         return sent and not wires.obstacle(self.wire, leaf.dtype)
 
-    def _reduced(self, x: jax.Array, key: jax.Array | None) -> Both:
+    def _reduced(self, x: jax.Array, key: jax.Array | None, how: How) -> Both:
         """Those of one array; differentiated as one sum is."""
 
         @jax.custom_jvp
         def both(x: jax.Array, key: jax.Array | None) -> Both:
-            return self._in_two(x, key)
+            return self._in_two(x, key, how)
 
         @both.defjvp
         def moved(primals: Any, tangents: Any) -> tuple[Both, Both]:
             total, residue = both(*primals)
             tangent = primitives.with_twins(
-                self.how.differentiated,
+                how.differentiated,
                 lambda x: LAX.psum(x, self.axis_name, axis_index_groups=self.groups),
                 tangents[0],
             )
@@ -100,9 +100,9 @@ class Averaged(NamedTuple):
 
         return both(x, key)
 
-    def _in_two(self, x: jax.Array, key: jax.Array | None) -> Both:
-        group, how = canonical.group_of(self.axis_name, self.groups), self.how
-        blocks = wired.in_blocks(x, how, group.size)
+    def _in_two(self, x: jax.Array, key: jax.Array | None, of: How) -> Both:
+        group = canonical.group_of(self.axis_name, self.groups)
+        blocks, how = wired.in_blocks(x, of, group.size), dataclasses.replace(of, pieces=())
         sent = group.size * wires.packed_bytes(blocks.shape[1:], self.wire)
         wire_choice.lost("all_reduce", x, sent, self.wire)
         by_block = quantized.Groups(0, group.size, flat=True)
@@ -115,7 +115,7 @@ class Averaged(NamedTuple):
             own = residue[group.position] + lost
             residue = lax.dynamic_update_index_in_dim(residue, own, group.position, 0)
         both = total, residue
-        return jax.tree.map(functools.partial(wired.out_of_blocks, shape=x.shape, how=how), both)
+        return jax.tree.map(functools.partial(wired.out_of_blocks, shape=x.shape, how=of), both)
 
     def _step(
         self,

@@ -174,54 +174,66 @@ def pmean(
     return _reduce("pmean", x, axis_name, axis_index_groups, backend, algorithm, **options)
 
 
-def _without_wire(function: Callable[_P, Any]) -> Callable[_P, Any]:
-    """The same, which says why it takes no `wire=`."""
+def _without_derivative(function: Callable[_P, Any]) -> Callable[_P, Any]:
+    """The same, which says why it takes no `wire_backward=`, and no draws."""
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-        if (wire := kwargs.pop("wire", None)) is not None:
-            value = f"wire={wire!r} for {function.__name__}"
-            rule = "wires are for what moves or adds numbers, and this compares them"
-            raise WireError(value, rule, "leave it out")
+        if (backward := kwargs.pop("wire_backward", None)) is not None:
+            value = f"wire_backward={backward!r} for {function.__name__}"
+            raise WireError(value, "lax has no derivative of it", "leave it out")
+        wire = kwargs.get("wire")
+        if isinstance(wire, wires.Wire) and wire.key is not None:
+            value = f"rounding={wire.rounding!r} of a wire for {function.__name__}"
+            rule = "drawn numbers are exact on average in sums alone"
+            raise WireError(value, rule, "leave rounding and key out")
         return function(*args, **kwargs)
 
     return run
 
 
-@_without_wire
+@_without_derivative
 def pmax(
     x: Any,
     axis_name: AxisName,
     *,
     axis_index_groups: Groups = None,
+    wire: WireLike = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
     """The elementwise maximum of x over devices, as `jax.lax.pmax`; arguments as `psum`'s.
 
+    Over a wire terms go as those of a sum, by "exchange" or "gather": the result may be off by as
+    much as one term, half a step of its group, and by an exchange among three devices or more by
+    half a step of the result's group besides. All get the same bits.
+
     Example, with `jax.vmap` in place of a mesh:
       >>> jax.vmap(lambda x: pc.pmax(x, "x"), axis_name="x")(jnp.arange(4.0))
       Array([3., 3., 3., 3.], dtype=float32)
     """
-    return _reduce("pmax", x, axis_name, axis_index_groups, backend, algorithm)
+    return _reduce("pmax", x, axis_name, axis_index_groups, backend, algorithm, wire=wire)
 
 
-@_without_wire
+@_without_derivative
 def pmin(
     x: Any,
     axis_name: AxisName,
     *,
     axis_index_groups: Groups = None,
+    wire: WireLike = None,
     backend: str | None = None,
     algorithm: str | None = "auto",
 ) -> Any:
     """The elementwise minimum of x over devices, as `jax.lax.pmin`; arguments as `psum`'s.
 
+    Over a wire as `pmax`.
+
     Example, with `jax.vmap` in place of a mesh:
       >>> jax.vmap(lambda x: pc.pmin(x, "x"), axis_name="x")(jnp.arange(4.0))
       Array([0., 0., 0., 0.], dtype=float32)
     """
-    return _reduce("pmin", x, axis_name, axis_index_groups, backend, algorithm)
+    return _reduce("pmin", x, axis_name, axis_index_groups, backend, algorithm, wire=wire)
 
 
 def _reduce(

@@ -169,14 +169,15 @@ def explain(
     if mesh is None:
         mesh, axis_name = _mesh_of(devices or 0, chip), "x"
     where = _places(devices or 0, torus) if torus else placement.of_mesh(mesh)
+    of = checks.dtype_of(dtype)
+    checks.check_size(nbytes or 0 if shape is None else math.prod(map(int, shape)) * of.itemsize)
     if columns is not None:
-        x = jax.ShapeDtypeStruct(tuple(shape or ()), checks.dtype_of(dtype))
+        x = jax.ShapeDtypeStruct(tuple(shape or ()), of)
         widths = (columns,) if isinstance(columns, int | np.integer) else tuple(columns)
         return _product(op, mesh, where, axis_name, x, widths, axis, order)
     with _on(mesh, where):
         group = canonical.group_of(axis_name)
         collective = catalogue.functions()[_whole(op)]
-        of = checks.dtype_of(dtype)
         if shape is None:
             operand = _operand(collective, nbytes or 0, of, group.size)
         else:
@@ -321,7 +322,8 @@ def _why(op: str, step: KernelPlan, over: WirePlan | None) -> str:
 def _over_wire(plan: WirePlan, devices: int) -> str:
     """Bytes, time and error of a collective over a wire, in a sentence."""
     share = f"{plan.sent} bytes in place of {plan.nbytes} ({100 * plan.sent / plan.nbytes:.1f}%)"
-    error = wire_ways.error_in_words(plan.op, plan.wire, devices, plan.requantizes, way=plan.way)
+    of: dict[str, Any] = {"way": plan.way, "called": counters.lax_name(plan.op, plan.call)}
+    error = wire_ways.error_in_words(plan.op, plan.wire, devices, plan.requantizes, **of)
     if plan.us is None or plan.wired_us is None:
         taken = (
             f"auto takes {plan.wire}, since the operand is large: " if plan.wire.optional else ""

@@ -23,11 +23,27 @@ from pallas_collectives.wires import WireLike
 PRODUCTS = (GATHER, SCATTER)
 
 
+MOST_BYTES = 128 << 30  # more than any device has; of far larger ones chunks could not be listed
+
+
 def dtype_of(dtype: DTypeLike) -> DType:
     try:
-        return jnp.dtype(dtype)
+        found = None if dtype is None else jnp.dtype(dtype)  # NumPy's of None is float64
     except TypeError:
-        raise CollectiveError(f"dtype={dtype!r}", "must be a dtype", "write 'bfloat16'") from None
+        found = None
+    kinds = (jnp.number, jnp.bool_, jax.dtypes.extended)
+    if found is None or not any(jnp.issubdtype(found, kind) for kind in kinds):
+        rule = "it must be a dtype of numbers"
+        raise CollectiveError(f"dtype={dtype!r}", rule, "write it like 'bfloat16'")
+    return found
+
+
+def check_size(nbytes: int) -> None:
+    """Whether a device could hold an operand."""
+    if nbytes > MOST_BYTES:
+        rule = f"no device has more than {MOST_BYTES >> 30} GiB"
+        remedy = "give shape or bytes of one device's operand, not of all devices'"
+        raise CollectiveError(f"an operand of {nbytes} bytes", rule, remedy)
 
 
 def check_call(name: str, x: jax.ShapeDtypeStruct, group: Group, axis: int, **asked: Any) -> None:
@@ -47,8 +63,6 @@ def check_call(name: str, x: jax.ShapeDtypeStruct, group: Group, axis: int, **as
     parameters = inspect.signature(function).parameters
     given = {argument: value for argument, value in asked.items() if value is not None}
     lacks = {a: given[a] for a in given.keys() - parameters.keys()}
-    if hasattr(function, "__wrapped__"):
-        lacks.pop("wire", None)  # the wrapper says why there is none
     if axis != 0 and not parameters.keys() & _DIMENSIONS:
         lacks["axis"] = axis
     for argument, value in lacks.items():
@@ -138,7 +152,7 @@ def check(
             "the group is given either by mesh and axis_name or by a number of devices",
             "give one of them",
         )
-    several = "give more, or mesh= and axis_name= for devices on several axes"
+    several = "write it like devices=8, or give mesh= and axis_name= for devices on several axes"
     each = "give the bytes of one device's operand"
     for name, number, least, remedy in (
         ("devices", devices, 2, several),
@@ -151,6 +165,7 @@ def check(
     if shape is not None and not (
         isinstance(shape, list | tuple)
         and all(isinstance(size, int | np.integer) and size >= 0 for size in shape)
+        and not any(isinstance(size, bool) for size in shape)
     ):
         rule = "it must be a tuple of sizes, whole numbers of 0 or more"
         raise CollectiveError(f"shape={shape!r}", rule, "write it like (8, 128)")
@@ -159,14 +174,19 @@ def check(
         raise CollectiveError(f"mesh={mesh!r}", rule, "give one, or a number of devices")
     if mesh is not None:
         names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-        if len(set(names)) < len(names) or not set(names) <= set(mesh.axis_names):
+        known_names = [name for name in names if name in mesh.axis_names]
+        if len(known_names) < len(names) or len(set(names)) < len(names):
             rule = (
                 f"it must be one axis of the mesh, or a tuple of different ones: {mesh.axis_names}"
             )
             raise UnboundAxisError(f"axis_name={axis_name!r}", rule, "name axes of this mesh")
-    if chip is not None and (chip not in chips.BY_NAME or mesh is not None):
-        rule = f"it must be one of {', '.join(chips.BY_NAME)}, and goes with a number of devices"
+    if mesh is not None and (chip, torus) != (None, None):
+        name, value = ("torus", torus) if chip is None else ("chip", chip)
+        rule = "it goes with a number of devices, and those of a mesh are known"
+        raise CollectiveError(f"{name}={value!r} with a mesh", rule, f"leave {name} out")
+    if chip is not None and chip not in chips.BY_NAME:
+        rule = f"it must be one of {', '.join(chips.BY_NAME)}"
         raise CollectiveError(f"chip={chip!r}", rule, "name one of them")
-    if torus not in (None, "ring", "line") or (torus is not None and mesh is not None):
-        rule = "it must be 'ring' or 'line', and goes with a number of devices"
+    if torus not in (None, "ring", "line"):
+        rule = "it must be 'ring' or 'line'"
         raise CollectiveError(f"torus={torus!r}", rule, "name one of the two, or leave torus out")

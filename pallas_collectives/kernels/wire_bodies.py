@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from pallas_collectives import noise, tiles, wires
 from pallas_collectives.annotations import DTypeLike, Number, Ref
+from pallas_collectives.kernels.machinery.combine import OPS
 from pallas_collectives.kernels.wire_format import Format, Place
 from pallas_collectives.tiles import LANES, SUBLANES
 
@@ -169,6 +170,7 @@ def add(
     total_ref: Ref,  # float32 (numbers / 128, 128), in the order of the wire: the sum so far
     format: Format,
     terms: DTypeLike,
+    op: str,
 ) -> None:
     several = packed_ref.shape[0]
     first = pl.program_id(2) * several
@@ -178,7 +180,7 @@ def add(
 
         def take(place: Place, unit: Number, numbers: jax.Array) -> None:
             term, at = wires.saturated(numbers, terms, jnp.float32), place.in_step(unit)
-            total_ref[at] = jnp.where(number == 0, term, total_ref[at] + term)
+            total_ref[at] = jnp.where(number == 0, term, OPS[op](total_ref[at], term))
 
         _each_read(packed_ref.at[block], format, take)
 

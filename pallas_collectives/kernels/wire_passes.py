@@ -6,7 +6,7 @@ they travel, in the order in which they lie:
 
     pack     (k, ...) -> int32 (k, tiles, 8, 128)
     unpack   the inverse, in a dtype
-    added    the sum of the blocks that come, in their order
+    added    the sum of the blocks that come, in their order; or their maximum or minimum
     lost     blocks less what arrives of them
     drawn    blocks rounded at random to what arrives as it is
 
@@ -89,17 +89,29 @@ def values(come: jax.Array, format: Format, *, interpret: Interpret) -> jax.Arra
 
 
 def added(
-    come: jax.Array, format: Format, terms: DTypeLike, dtype: DTypeLike, *, interpret: Interpret
+    come: jax.Array,
+    format: Format,
+    terms: DTypeLike,
+    dtype: DTypeLike,
+    *,
+    op: str = "sum",
+    interpret: Interpret,
 ) -> jax.Array:
     """(rows, columns) in a dtype: the first block plus the second, plus the third, in float32.
 
-    terms: the dtype of the terms, none of which has a larger number.
+    Args:
+      come: the blocks, as they travel.
+      format: theirs.
+      terms: the dtype of the terms, none of which has a larger number.
+      dtype: the result's.
+      op: "sum"; or "max" or "min" in place of plus.
+      interpret: False to compile.
     """
     n, along = len(come), format.grid[1]
     each = format.together(n)
     rows, numbers = format.chunks * format.chunk_rows, math.prod(format.step)
     total = launch.apart(
-        functools.partial(wire_bodies.add, format=format, terms=terms),
+        functools.partial(wire_bodies.add, format=format, terms=terms, op=op),
         come.reshape(n, -1, LANES),
         grid=(*format.grid, n // each),
         in_specs=[pl.BlockSpec((each, rows, LANES), lambda r, c, b: (b, r * along + c, 0))],

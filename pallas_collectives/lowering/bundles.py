@@ -6,6 +6,7 @@ cannot look into ours. So the lowering of a reduction bundles its small arrays, 
 does not, so that each array keeps its own batching and derivative.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,11 +24,12 @@ BUNDLE_BYTES = 1 << 20
 
 
 def reduced(
-    reduce: Callable[[jax.Array], Any], xs: Sequence[jax.Array], how: How, axes: Sequence[Any]
+    reduce: Callable[[jax.Array, How], Any], xs: Sequence[jax.Array], how: How, axes: Sequence[Any]
 ) -> list[Any]:
     """`reduce` of each array, elementwise; small ones together, one call a bundle.
 
-    What it gives may be a tree of arrays of one shape.
+    What it gives may be a tree of arrays of one shape. Over a wire with scales its `How` has the
+    bundle's pieces.
 
     Nothing is bundled if lax serves, because XLA merges those, but none over a wire; if arrays are
     vmap's, or lose dimensions (numbers among `axes`), or their rows have scales; or if the caller
@@ -40,11 +42,13 @@ def reduced(
     results: dict[int, Any] = {}
     for members in [[i] for i in range(len(xs))] if apart else _bundles(xs):
         if len(members) == 1:
-            results[members[0]] = reduce(xs[members[0]])
+            results[members[0]] = reduce(xs[members[0]], how)
             continue
-        flat = [_whole_groups(xs[i].reshape(-1), how) for i in members]
-        joined = reduce(jnp.concatenate(flat))
-        begins = np.cumsum([0, *(x.size for x in flat)])
+        sizes = [xs[i].size for i in members]
+        scaled = how.wire is not None and how.wire.scaled
+        of_pieces = dataclasses.replace(how, pieces=tuple(sizes)) if scaled else how
+        joined = reduce(jnp.concatenate([xs[i].reshape(-1) for i in members]), of_pieces)
+        begins = np.cumsum([0, *sizes])
         for i, begin in zip(members, begins, strict=False):
             results[i] = jax.tree.map(functools.partial(_part, begin=begin, like=xs[i]), joined)
     return [results[i] for i in range(len(xs))]
@@ -52,13 +56,6 @@ def reduced(
 
 def _part(joined: jax.Array, begin: int, like: jax.Array) -> jax.Array:
     return joined[begin : begin + like.size].reshape(like.shape)
-
-
-def _whole_groups(x: jax.Array, how: How) -> jax.Array:
-    """x padded with zeros, so that over a wire no group is of two arrays."""
-    if how.wire is None or not isinstance(how.wire.group, int):
-        return x
-    return jnp.pad(x, (0, -x.size % how.wire.group))
 
 
 def _bundles(xs: Sequence[jax.Array]) -> list[list[int]]:

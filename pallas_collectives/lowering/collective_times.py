@@ -126,8 +126,8 @@ def longer_in_two(total: Step) -> float | None:
 def leave_out(step: Step, why: str) -> None:
     """Counts the wire of a collective as left out."""
     assert step.eqn is not None
-    op = questions.collective_of(step.eqn)
-    with counters.calling(counters.lax_name(op)):
+    op, operand = questions.collective_of(step.eqn), _compat.type_of(step.eqn.invars[0])
+    with counters.calling(counters.lax_name(op), operand.size * operand.dtype.itemsize):
         wire_choice.note_left_out(op, step.eqn.params["how"].wire, why)
 
 

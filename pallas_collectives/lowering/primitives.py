@@ -22,7 +22,7 @@ from jax.interpreters import ad, mlir
 from pallas_collectives import _compat, catalogue, validation
 from pallas_collectives._compat import Aval, Rule
 from pallas_collectives.annotations import Dim, Tangent
-from pallas_collectives.backends import choice, nested, serving
+from pallas_collectives.backends import choice, counters, nested, serving
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import bundles, many_operands, placed, remat
 from pallas_collectives.validation import AxisName, Groups
@@ -150,8 +150,10 @@ def twin(lax_p: core.Primitive) -> core.Primitive:
     many = primitive.multiple_results = _is_reduction(lax_p)
 
     def implementation(*args: jax.Array, how: How, **params: Any) -> Any:
-        lower = functools.partial(serving.lower, lax_p, how, **params)
-        return bundles.reduced(lower, args, how, params["axes"]) if many else lower(*args)
+        if many:
+            lower = lambda x, how: serving.lower(lax_p, how, x, **params)  # noqa: E731
+            return bundles.reduced(lower, args, how, params["axes"])
+        return serving.lower(lax_p, how, *args, **params)
 
     def abstract_eval(*avals: Aval, how: How, **params: Any) -> tuple[Aval, frozenset[Any]]:
         out, of_lax = lax_p.abstract_eval(*avals, **params)
@@ -347,7 +349,8 @@ def _effects(op: str, how: How, avals: Sequence[Aval], params: dict[str, Any]) -
 
 
 def _by_kernels(*operands: jax.Array, op: str, how: How, **params: Any) -> jax.Array:
-    return serving.run(op, how, *operands, **params)
+    with counters.calling(catalogue.primitives()[op][0].function_of(op)):
+        return serving.run(op, how, *operands, **params)
 
 
 def _by_lax(*_: jax.Array, **__: Any) -> tuple[()]:

@@ -51,9 +51,12 @@ def expand(eqn: JaxprEqn, mesh: AnyMesh) -> core.ClosedJaxpr:
         return _local(functools.partial(placed.program_of(eqn.primitive.name), **params), eqn, mesh)
     del params["how"]
     module = importlib.import_module(f"pallas_collectives.backends.{how.backend}")
-    run = functools.partial(canonical.run, module, op, how, **params)
     if not eqn.primitive.multiple_results:
-        return _local(run, eqn, mesh)
+        return _local(functools.partial(canonical.run, module, op, how, **params), eqn, mesh)
+
+    def run(x: Any, how: How) -> Any:
+        return canonical.run(module, op, how, x, **params)
+
     return _local(lambda *xs: bundles.reduced(run, xs, how, params["axes"]), eqn, mesh)
 
 

@@ -50,7 +50,7 @@ def test_sums_over_calls_are_told_from_what_one_takes_and_whose_times_they_are()
         "  2 x psum of 8 bytes in all by ours, stops the core for 10 us in all, as long as lax's"
         " (modelled); each: modelled 4.8 us",
         "  2 x psum over wire int8: 6 bytes in place of 8 in all",
-        "  2 x psum without its wire int8; each: so",
+        "  2 x psum of 8 bytes in all without its wire int8; each: so",
         "  a call in a loop counts once, with the time of one turn; modelled times are of v5e",
     ]
 

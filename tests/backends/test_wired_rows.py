@@ -107,7 +107,7 @@ def test_gradients_pass_or_have_rows_of_their_own(backward: Wire | None) -> None
     "call, error, match",
     [
         # Of one row all but one device would have a row of padding.
-        (lambda x: pc.psum(x[:1], "x", wire=ROWS), WireError, "sum more numbers at a time"),
+        (lambda x: pc.psum(x[:1], "x", wire=ROWS), WireError, "reduce more numbers at a time"),
         (lambda x: pc.psum(x[0, 0], "x", wire=ROWS), WireError, "in place of 4"),
         (lambda x: pc.psum(x, "x", wire=ROWS, algorithm="ring"), AlgorithmError, "128 and 256"),
         (

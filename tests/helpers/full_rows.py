@@ -245,6 +245,9 @@ FULL: dict[str, Covers] = {
     "test_wired::test_what_is_moved_is_within_half_a_step": apart_from(
         each("wire", "n"), n=[5, 6, 7]
     ),
+    "test_wired_maxima::test_each_number_is_within_the_stated_bound": apart_from(
+        each("wire", "n"), n=[5, 6, 7]
+    ),
     "test_wired_rings::test_a_psum_adds_half_a_step_and_gives_everyone_the_same_bits": apart_from(
         each("wire", "line", "n"), n=[5, 6, 8]
     ),

@@ -1,5 +1,6 @@
 """Reductions of trees: one primitive of many operands. Small operands travel together."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import harness
 import pallas_collectives as pc
 from against_lax import With, check
 from pallas_collectives import replay
+from pallas_collectives.errors import WireError
 from pallas_collectives.lowering import bundles
 
 pytestmark = pytest.mark.usefixtures("fresh_counts")
@@ -172,3 +174,46 @@ def test_a_replay_takes_them_together() -> None:
         return float(replay.replay(fn, *xs, machine=machine).time)
 
     assert seconds(20) == seconds(1)
+
+
+@pytest.mark.parametrize("wire", ["auto", pc.Wire("float8_e5m2", optional=True)], ids=str)
+@pytest.mark.parametrize("backend", ["xla", "pallas"])
+def test_a_wire_that_is_left_out_pads_nothing(backend: str, wire: Any) -> None:
+    """Alone and in a tree no more bytes are summed than without a wire."""
+
+    def text(**how: Any) -> str:
+        call = lambda *xs: pc.psum(xs, "x", backend=backend, **how)  # noqa: E731
+        xs = [jax.ShapeDtypeStruct((2, *shape), "float32") for shape in [(7,), (3, 40)] * 5]
+        return jax.jit(harness.per_device(call, harness.mesh(2))).lower(*xs).as_text()
+
+    without, left_out = text(), text(wire=wire)
+    assert {op: wire for op, wire, _ in pc.wire_counts()} == {"all_reduce": ""}
+    if backend == "xla":  # which merges lax's sums itself
+        assert "pad" not in left_out and "tensor<635xf32>" in left_out
+    else:
+        sizes = re.compile(r"tensor<[\dx]*f32>")
+        assert sizes.findall(left_out) == sizes.findall(without)
+
+
+def test_a_wire_that_takes_more_bytes_than_a_bundle_is_refused() -> None:
+    """By the bytes of the arrays, and not of what groups pad them to."""
+    with pytest.raises(WireError, match=r"psum of float32\[70\]: .* in place of 280"):
+        kernels_of(lambda *xs: pc.psum(xs, "x", wire="int8"), [(7,)] * 10)
+
+
+@pytest.mark.parametrize("how", [{}, {"return_residue": True}], ids=str)
+def test_over_a_wire_no_group_is_of_two_arrays(how: Any) -> None:
+    """Of a bundle each array has the bits that it has alone; one of them is much larger."""
+    x = np.random.default_rng(0).normal(size=(2, 4, 200)).astype(np.float32)
+    x[:, 1] *= 1e6
+    named: Any = {"wire": "int8", "backend": "xla", **how}
+
+    def program(x: jax.Array) -> Any:
+        rows = [row[: 200 - i] for i, row in enumerate(x)]
+        return pc.psum(rows, "x", **named), [pc.psum(row, "x", **named) for row in rows]
+
+    together, apart = harness.per_device(program, harness.mesh(2))(x)
+    together = [*zip(*together, strict=True)] if how else together
+    for got, want in zip(jax.tree.leaves(together), jax.tree.leaves(apart), strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert {wire for _, wire, _ in pc.wire_counts()} == {"int8"}
