@@ -411,9 +411,20 @@ def _is_vmem(scratch: Any) -> bool:
     return getattr(scratch, "memory_space", None) == pltpu.VMEM
 
 
+# What a kernel that asks for no limit has at the least, on all chips; and what the compiler needs
+# besides what is counted.
+_BY_DEFAULT = 16 << 20
+_BESIDES = 2 << 20
+
+
 def _vmem_limit(needed: int, name: str, of_operands: bool) -> int | None:
-    """The limit to ask the compiler for; None for its default where nothing large is kept."""
-    if not needed:
+    """The limit to ask the compiler for; None for its default where that is enough.
+
+    Where one kernel asks for a limit, XLA reserves its default for every other operation of the
+    program, and keeps less in VMEM: on v5e, v5p and v6e. By XLA's cycles the products of a layer of
+    GPT-J with its gradient took 3% longer so for v6e:4x4.
+    """
+    if needed + _BESIDES <= _BY_DEFAULT:
         return None
     chip = chips.current()
     mib = 1 << 20
@@ -425,4 +436,4 @@ def _vmem_limit(needed: int, name: str, of_operands: bool) -> int | None:
             if of_operands
             else "name another algorithm, or pass the operand in parts",
         )
-    return min(chip.vmem_bytes, needed + 2 * mib)
+    return min(chip.vmem_bytes, needed + _BESIDES)

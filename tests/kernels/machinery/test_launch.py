@@ -1,9 +1,11 @@
 """VMEM, decided at launch; and what would be launched, asked without a kernel."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
@@ -110,3 +112,18 @@ def test_a_kernel_that_was_left_out_is_built_when_it_is_to_run() -> None:
     assert "pallas_call" in jaxprs.primitives_in(program.jaxpr)
     assert effects == program.effects
     assert launch.effects(lambda x: whole(x), x) == effects
+
+
+@pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e"])
+def test_a_kernel_of_little_vmem_leaves_the_rest_of_it_to_the_program(generation: str) -> None:
+    """Where one asks for a limit, XLA reserves its default for each other operation."""
+    pytest.importorskip("libtpu")
+
+    def program(x: jax.Array) -> jax.Array:
+        total = pallas_collectives.psum(x[0], "x", algorithm="gather")
+        w = jnp.ones((1024, 1024), x.dtype)
+        return jnp.tanh(jnp.tanh(x @ w) * total) @ w
+
+    text = harness.compile_for_tpu(program, harness.GENERATIONS[generation], (512, 1024)).text
+    assert "all_reduce_gather" in text
+    assert not re.findall(r'scoped_memory_configs":\[\{"memory_space":"1"[^]]*\]', text)
