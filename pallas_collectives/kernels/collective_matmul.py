@@ -45,23 +45,26 @@ def all_gather_matmul(
     transposed: bool,
     precision: PrecisionLike,
     interpret: Interpret,
+    turn: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, ...]:
     """The gathered x, (A, n * rows, K), and its products with every w, (A, n * rows, N).
 
     Args:
       x: (A, rows, K): rows whole tiles, K whole lanes.
-      ws: each (K, N), or (N, K) if `transposed`; N whole lanes.
+      ws: each (K, N), or (N, K) if `transposed`; N whole lanes. With `turn` also those of all turns
+        of a loop, (turns, K, N).
       group: the devices.
       out_dtype: the dtype of the products.
       transposed: see ws.
       precision: as `jax.lax.dot_general`'s.
       interpret: see `launch.call`.
+      turn: one int32[1], which of these turns it is; or none.
 
     Raises:
       VmemError: no tiles fit the chip's VMEM.
     """
     n, (batch, rows, depth) = group.size, x.shape
-    columns = [w.shape[0 if transposed else 1] for w in ws]
+    columns = [w.shape[-2 if transposed else -1] for w in ws]
     weights = [(size, w.dtype) for size, w in zip(columns, ws, strict=True)]
     tiling = plan(
         (batch, rows, depth),
@@ -90,6 +93,7 @@ def all_gather_matmul(
         group,
         x,
         *ws,
+        scalars=turn,
         out_shapes=shapes,
         scratch=scratch,
         barrier="neighbours",
@@ -113,24 +117,27 @@ def matmul_reduce_scatter(
     transposed: bool,
     precision: PrecisionLike,
     interpret: Interpret,
+    turn: Sequence[jax.Array] = (),
 ) -> jax.Array:
     """The block of rows `me` of `scale` times the sum of everyone's x @ w.
 
     Args:
       x: (A, n * rows, K): rows whole tiles, K whole lanes.
-      w: (K, N), or (N, K) if `transposed`; N whole lanes.
+      w: (K, N), or (N, K) if `transposed`; N whole lanes. With `turn` also that of all turns of a
+        loop, (turns, K, N).
       group: the devices.
       wire_dtype: in which sums travel, and of the result.
       scale: a factor of the result, before it is rounded.
       transposed: see w.
       precision: as `jax.lax.dot_general`'s.
       interpret: see `launch.call`.
+      turn: one int32[1], which of these turns it is; or none.
 
     Raises:
       VmemError: no tiles fit the chip's VMEM.
     """
     n, (batch, all_rows, depth) = group.size, x.shape
-    columns, rows = w.shape[0 if transposed else 1], all_rows // n
+    columns, rows = w.shape[-2 if transposed else -1], all_rows // n
     block_bytes = batch * rows * columns * wire_dtype.itemsize
     tiling = plan(
         (batch, rows, depth),
@@ -160,6 +167,7 @@ def matmul_reduce_scatter(
         group,
         x,
         w,
+        scalars=turn,
         out_shapes=[jax.ShapeDtypeStruct((batch, rows, columns), wire_dtype)],
         scratch=scratch,
         barrier="neighbours",
@@ -185,6 +193,11 @@ class Scratch(NamedTuple):
         return cls(pipeline, list(map(multiply.Scratch.of, tiling.problems, tiling.tiles)))
 
 
+def _of_turn(w_ref: Ref, turn_refs: Sequence[Ref]) -> Ref:
+    """The weights, or of those of all turns this one's."""
+    return w_ref if len(w_ref.shape) == 2 else w_ref.at[turn_refs[0][0]]
+
+
 def _products(
     tiling: ProductTiling, w_refs: Sequence[Ref], scratch: Scratch, precision: PrecisionLike
 ) -> list[Products]:
@@ -198,16 +211,18 @@ def _products(
 
 def _gather_kernel(
     ring: Ring,
-    x_ref: Ref,  # (A, rows, K): HBM
-    *refs: Any,  # the ws; the gathered x, (A, n * rows, K), and the products, (A, n * rows, N):
-    # HBM; then a Scratch
+    *refs: Any,  # the turn if there is one, (1,): SMEM; x, (A, rows, K); the ws; the gathered x,
+    # (A, n * rows, K), and the products, (A, n * rows, N): HBM; then a Scratch
     tiling: ProductTiling,
     streams: tuple[Stream, ...],
     pace: pipelines.Pace | None,
     precision: PrecisionLike,
 ) -> None:
-    tiling, count, (*arrays, scratch) = tiling.on(ring.core), len(tiling.problems), refs
-    w_refs, gathered_ref, out_refs = arrays[:count], arrays[count], arrays[count + 1 :]
+    tiling, count = tiling.on(ring.core), len(tiling.problems)
+    *turn_refs, x_ref = refs[: -2 * count - 2]
+    *arrays, scratch = refs[-2 * count - 2 :]
+    w_refs = [_of_turn(w_ref, turn_refs) for w_ref in arrays[:count]]
+    gathered_ref, out_refs = arrays[count], arrays[count + 1 :]
     all_products = _products(tiling, w_refs, scratch, precision)
 
     def rows_of(block: Number, chunk: Number, own: Flag) -> Where:
@@ -247,18 +262,16 @@ def _gather_kernel(
 
 def _scatter_kernel(
     ring: Ring,
-    x_ref: Ref,  # (A, n * rows, K): HBM
-    w_ref: Ref,  # (K, N) or (N, K): HBM
-    o_ref: Ref,  # (A, rows, N): HBM
-    scratch: Scratch,
-    *,
+    *refs: Any,  # the turn if there is one, (1,): SMEM; x, (A, n * rows, K); w, (K, N) or (N, K);
+    # the result, (A, rows, N): HBM; then a Scratch
     tiling: ProductTiling,
     streams: tuple[Stream, ...],
     furthest_first: bool,
     scale: float,
     precision: PrecisionLike,
 ) -> None:
-    columns = tiling.problems[0].columns
+    *turn_refs, x_ref, w_ref, o_ref, scratch = refs
+    w_ref, columns = _of_turn(w_ref, turn_refs), tiling.problems[0].columns
     if ring.core is not None:
         own_columns = pl.ds(pl.multiple_of(ring.core * columns, columns), columns)
         w_ref = w_ref.at[

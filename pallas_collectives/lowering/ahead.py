@@ -149,8 +149,11 @@ class Rewritten:
         xs = dict(zip(loop.x, args[n_consts + n_carry :], strict=True))
 
         def turn(state: Any, x: Any) -> Any:
-            (carry, whole, gradients, stacks), (before, following, here) = state, x
-            values = consts | dict(zip(loop.carry, carry, strict=True)) | here
+            (carry, whole, gradients, stacks), (before, here, following, own) = state, x
+            values = consts | dict(zip(loop.carry, carry, strict=True)) | own
+            values |= {stack: xs[slice_] for slice_, stack in loop.in_place.items()}
+            if loop.turn is not None:
+                values[loop.turn] = here[None]
             values.update(zip(self.brought, whole, strict=True))
             values.update(zip(self.left, gradients, strict=True))
             values.update(zip(self.asked, self._ask(consts, xs, following), strict=True))
@@ -181,7 +184,7 @@ class Rewritten:
         options = {name: loop.params[name] for name in ("length", "reverse", "unroll")}
         if self.in_pairs:
             options["unroll"] = max(2, options["unroll"])
-        state, ys = lax.scan(turn, state, (before, following, xs), **options)
+        state, ys = lax.scan(turn, state, (before, all_turns, following, xs), **options)
         carry, _, gradients, stacks = state
         summed: Values = {}
         for scatter, gradient in zip(self.late, gradients, strict=True):

@@ -26,7 +26,7 @@ from pallas_collectives._compat import Aval
 from pallas_collectives.annotations import DType
 from pallas_collectives.backends import wire_choice
 from pallas_collectives.backends.plans import How
-from pallas_collectives.lowering import collective_times, questions
+from pallas_collectives.lowering import collective_times, in_place, questions
 from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.sums_in_two import in_two
 from pallas_collectives.lowering.turns import Step, numbers
@@ -185,7 +185,7 @@ class _Turn:
         carry: Sequence[Any],
         slices: Sequence[int],
     ) -> None:
-        self.flow, self._slices = Dataflow(steps), frozenset(slices)
+        self.flow, self._slices = Dataflow(steps), in_place.Slices(steps, slices)
         self._results, self._carry = {*numbers(results)}, {*numbers(carry)}
         self._count = 1 + max(self.flow.makers, default=0)
 
@@ -198,8 +198,6 @@ class _Turn:
             return 0.0
         if wire_choice.moved_dtype(eqn.params["how"], x.dtype) != x.dtype:
             return 0.0  # a cast: no kernel has it
-        if _on_tpus(eqn) and overlaps.of_tokens("all_gather", _tokens(eqn), chips.current()):
-            return 0.0  # kernels have them in HBM
         if name in _DIMENSIONS:
             return (self._gathered if name == _GATHER else self._scattered)(collective, eqn)
         # No kernel's gather gives what is typed as equal on all devices.
@@ -216,8 +214,8 @@ class _Turn:
         found = [p for p in readers if p and whole not in self.flow.ancestors(numbers([p.w]))]
         found = [p for p in found if p.kind == found[0].kind]
         keeps = whole in self._results or len(found) < len(readers)
-        kernel = _kernel(eqn, found, _types(eqn)[:1], keeps=keeps)
-        if kernel is None or (saves := kernel.saves - self._to_slice(found, eqn)) <= 0:
+        kernel = self._kernel(eqn, found, _types(eqn)[:1], keeps=keeps)
+        if kernel is None or (saves := kernel.saves) <= 0:
             return 0.0
         if not keeps:  # nothing reads it, so it need have no number of its own
             whole, self._count = self._count, self._count + 1
@@ -261,11 +259,8 @@ class _Turn:
         if any(p.kind != found[0].kind for p in found):
             return 0.0
         assert scatter.eqn is not None
-        kernel = _kernel(scatter.eqn, found, [p.types[0] for p in found], keeps=False)
-        if kernel is None:
-            return 0.0
-        saves = kernel.saves - longer - self._to_slice(found, scatter.eqn)
-        if saves <= 0:
+        kernel = self._kernel(scatter.eqn, found, [p.types[0] for p in found])
+        if kernel is None or (saves := kernel.saves - longer) <= 0:
             return 0.0
         reads = *(p.x for p in found), *(p.w for p in found)
         invars = [p.eqn.invars[i] for i in (0, 1) for p in found]
@@ -274,21 +269,41 @@ class _Turn:
         self.flow.replace([total, *terms], [fused, *behind])
         return saves
 
+    def _kernel(
+        self, eqn: JaxprEqn, products: Sequence[_Product], xs: Sequence[Aval], keeps: bool = False
+    ) -> Kernel | None:
+        """The kernel of products with a collective, and what it saves; None where none serves.
+
+        XLA has small tokens nearer than HBM, where kernels have them. Those whose weights are not
+        read in place are left to it. By `step`, forward, four layers of weights of 32 MiB and 1024
+        tokens take 919 us in kernels that do and 984 by lax on v6e:4x4, 2160 and 2500 on v5e:4x4,
+        962 and 1164 on v5p:2x2x2.
+        """
+        joined = eqn.primitive.name != _GATHER and len(products) > 1
+        in_slices = [self._slices.of(p.w, p.types[1]) for p in products]
+        reads_in_place = _on_tpus(eqn) and not joined and None not in in_slices
+        chip, moved = chips.current(), _tokens(eqn)
+        near = _on_tpus(eqn) and overlaps.of_tokens("all_gather", moved, chip)
+        if near and not reads_in_place:
+            return None
+        kernel = _kernel(eqn, products, xs, keeps=keeps)
+        if kernel is None or reads_in_place:
+            return kernel
+        return kernel._replace(saves=kernel.saves - self._to_slice(products, eqn))
+
     def _to_slice(self, products: Sequence[_Product], collective: JaxprEqn) -> float:
         """Seconds to copy weights out of those of all turns, where XLA's own products read them.
 
-        Of weights that are multiplied as they are: what a turn converts is written in any case.
+        Of weights that are multiplied as they are, and are not read in place (`in_place`): those
+        whose products are summed. What a turn converts is written in any case.
 
         Of large tokens that counts for nothing: in HBM, they take XLA's own products as long. But
-        v5e has VMEM for them, and for as much again. By `step`, in kernels and apart, in us: a
-        layer of weights of 32 MiB and 1024 tokens 350 and 315 on v5p, of 4096 tokens 1046 and 1211;
-        four layers of 4096 tokens and their gradient 29986 and 27646 on v5e, 10636 and 13966 on
-        v6e.
+        v5e has VMEM for them, and for as much again.
         """
         chip, large = chips.current(), _tokens(collective) >= overlaps.NEAR
         if not _on_tpus(collective) or (large and chip.name != "v5e"):
             return 0.0
-        weights = {p.w: p.types[1] for p in products if {*numbers([p.w])} & self._slices}
+        weights = {p.w: p.types[1] for p in products if {*numbers([p.w])} & self._slices.numbers}
         nbytes = sum(w.size * w.dtype.itemsize for w in weights.values())
         copied = 0 if nbytes < _WIDE else _COPIED * 2 * nbytes / chip.hbm_bandwidth
         return 2 * copied if large else copied

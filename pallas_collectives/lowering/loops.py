@@ -19,7 +19,15 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from pallas_collectives import _compat
-from pallas_collectives.lowering import collective_times, dataflow, fusing, order, questions, turns
+from pallas_collectives.lowering import (
+    collective_times,
+    dataflow,
+    fusing,
+    in_place,
+    order,
+    questions,
+    turns,
+)
 from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.order import Call, Timetable
 from pallas_collectives.lowering.turns import Flat, Step, numbers
@@ -51,6 +59,8 @@ class Loop:
     x: tuple[int, ...]
     results: list[Any]  # the new carry, and y
     gathers: dict[int, Step] = dataclasses.field(default_factory=dict)  # behind all turns, by y
+    in_place: dict[int, int] = dataclasses.field(default_factory=dict)  # all turns' x, by x
+    turn: int | None = None  # which it is, int32[1], where kernels read those
 
     @classmethod
     def of(cls, params: dict[str, Any], count: int) -> "Loop":
@@ -175,7 +185,8 @@ class Loop:
         found = fusing.fused(self.steps, self.results, self.carried, slices)
         if not found:
             return None
-        loop = dataclasses.replace(self, steps=found.steps)
+        steps, stacks, turn = in_place.read_in_place(found.steps, slices, self.params["length"])
+        loop = dataclasses.replace(self, steps=steps, in_place=stacks, turn=turn)
         saves = found.saves - self._hidden_by_xla()
         return Fused(loop, saves, found.unwired) if saves > 0 else None
 

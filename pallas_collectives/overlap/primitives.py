@@ -190,15 +190,21 @@ def lowered(
         plan = fusion.as_devices_lie(plan, spec)
     if plan.algorithm == UNFUSED:
         counters.note(plan)
+        xs, ws, turn = pallas_fused.parts(operands, op, spec)
+        of_turn = [w if w.ndim == 2 else jnp.take(w, turn[0][0], axis=0) for w in ws]
+        operands = *xs, *of_turn
         return _apart(op, operands, spec, functools.partial(_collective, op, spec))
     with kernels.told() as chunking:
         results = (nccl_products if on_gpus else pallas_fused).kernel(*operands, op=op, spec=spec)
     primitive = _gather_p if op == GATHER else _scatter_p
-    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
-    bound: Any = {
-        "bind": functools.partial(primitive.bind, spec=spec, plan=plan),
-        "operands": types,
-    }
+    arrays = operands[:-1] if spec.stacked else operands
+    types = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays)
+
+    def bind(*arrays: jax.Array) -> Any:
+        turn = [jnp.zeros(1, jnp.int32)] if spec.stacked else []  # each takes as long
+        return primitive.bind(*arrays, *turn, spec=spec, plan=plan)
+
+    bound: Any = {"bind": bind, "operands": types}
     counters.note(dataclasses.replace(plan, chunking=tuple(chunking), **bound))
     return results
 
@@ -226,16 +232,17 @@ def _primitive(op: str, shapes: Callable[..., list[Any]]) -> core.Primitive:
     return primitive
 
 
-def _gather_shapes(x: Aval, *ws: Aval, spec: Spec) -> list[Any]:
+def _gather_shapes(*operands: Aval, spec: Spec) -> list[Any]:
+    (x,), ws, _ = pallas_fused.parts(operands, GATHER, spec)
     gathered = whole_shape(x.shape, spec.axis, spec.size)
-    columns = [w.shape[0 if spec.transposed else 1] for w in ws]
+    columns = [w.shape[-2 if spec.transposed else -1] for w in ws]
     return [(gathered, x.dtype), *(((*gathered[:-1], size), spec.out_dtype) for size in columns)]
 
 
 def _scatter_shapes(*operands: Aval, spec: Spec) -> list[Any]:
-    xs, ws = pallas_fused.halves(operands)
+    xs, ws, _ = pallas_fused.parts(operands, SCATTER, spec)
     block = block_shape(xs[0].shape, spec.axis, spec.size)
-    return [((*block[:-1], ws[0].shape[0 if spec.transposed else 1]), spec.out_dtype)]
+    return [((*block[:-1], ws[0].shape[-2 if spec.transposed else -1]), spec.out_dtype)]
 
 
 _gather_p = _primitive(GATHER, _gather_shapes)

@@ -14,7 +14,7 @@ import nccl_host
 import pallas_collectives as pc
 from layers_in_kernels import Arrays, Layer, forward, gathered, lowered, one, scattered
 from pallas_collectives.backends import choice
-from pallas_collectives.lowering import ahead, collective_times, fusing, loops
+from pallas_collectives.lowering import ahead, collective_times, fusing, in_place, loops
 from pallas_collectives.topology import placement
 
 
@@ -34,15 +34,28 @@ def test_a_layer_whose_products_wait_is_in_kernels(
     assert turns_chosen(monkeypatch, topology, one) == "kernels"
 
 
+def doubled(x: jax.Array, w: Arrays) -> jax.Array:
+    """Weights are computed by each turn."""
+    return one(x, jax.tree.map(lambda each: 2 * each, w))
+
+
 @pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:4x4", "tpu7x:2x2x1"])
 def test_tokens_that_xla_has_in_vmem_are_left_to_it(
     topology: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With weights of a scan's layers, that XLA would copy for kernels, it takes longer in them."""
-    assert turns_chosen(monkeypatch, topology, one, rows=512) == "as written"
+    """With weights that kernels cannot read in place."""
+    assert turns_chosen(monkeypatch, topology, doubled, rows=512) == "as written"
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1", "tpu7x:2x2x1"])
+def test_small_tokens_are_in_kernels_that_read_weights_in_place(
+    topology: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert turns_chosen(monkeypatch, topology, one, rows=512) == "kernels"
 
 
 def test_what_xla_would_copy_of_a_scans_weights_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place.Slices, "of", lambda *_: None)
     assert turns_chosen(monkeypatch, "v5p:2x2x1", one, rows=1536) == "kernels"
     assert turns_chosen(monkeypatch, "v5p:2x2x1", one, rows=512) == "as written"
     monkeypatch.setattr(fusing, "_COPIED", 0.0)

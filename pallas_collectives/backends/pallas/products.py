@@ -46,6 +46,8 @@ class Spec:
       precise: sums travel in float32.
       scale: a factor of the scattered sum.
       keeps: whether the gathered operand is wanted; what stands in its place is not read otherwise.
+      stacked: weights of three dimensions are those of all turns of a loop, each whole tiles; the
+        last operand, int32[1], says which of them counts.
     """
 
     axis_name: AxisName
@@ -58,6 +60,7 @@ class Spec:
     precise: bool = False
     scale: float = 1.0
     keeps: bool = True
+    stacked: bool = False
 
     @property
     def size(self) -> int:
@@ -168,7 +171,7 @@ def plan(
     op: str, x_shape: tuple[int, ...], x_dtype: DType, ws: Sequence[Any], spec: Spec, group: Group
 ) -> tuple[matmul_plan.ProductTiling, int]:
     """How the products of one block go, and the bytes of a block on the wire."""
-    columns = [up(w.shape[0 if spec.transposed else 1], 128) for w in ws]
+    columns = [up(w.shape[-2 if spec.transposed else -1], 128) for w in ws]
     if op == GATHER:
         layout = gather_layout(x_shape, spec.axis, x_dtype, spec.out_dtype)
         weights = list(zip(columns, (w.dtype for w in ws), strict=True))
@@ -201,7 +204,9 @@ def on_wires(group: Group) -> Group:
 def kernel(*operands: jax.Array, op: str, spec: Spec) -> list[jax.Array]:
     """The kernel's results."""
     group = on_wires(canonical.group_of(spec.axis_name))
+    xs, ws, turn = parts(operands, op, spec)
     options: dict[str, Any] = {
+        "turn": turn,
         "axis": spec.axis,
         "out_dtype": spec.out_dtype,
         "transposed": spec.transposed,
@@ -209,11 +214,18 @@ def kernel(*operands: jax.Array, op: str, spec: Spec) -> list[jax.Array]:
         "interpret": spec.how.interpret,
     }
     if op == GATHER:
-        x, *ws = operands
-        return all_gather_matmul(x, ws, group, **options)
-    xs, ws = halves(operands)
+        return all_gather_matmul(xs[0], ws, group, **options)
     options |= {"precise": spec.precise, "scale": spec.scale}
     return [matmul_reduce_scatter(xs, ws, group, **options)]
+
+
+def parts(
+    operands: Sequence[Any], op: str, spec: Spec
+) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """The xs, the ws, and a loop's turn or nothing, of a primitive's operands."""
+    count = len(operands) - spec.stacked
+    xs = 1 if op == GATHER else count // 2
+    return operands[:xs], operands[xs:count], operands[count:]
 
 
 def halves(operands: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -231,6 +243,7 @@ def all_gather_matmul(
     transposed: bool,
     precision: PrecisionLike,
     interpret: Interpret,
+    turn: Sequence[jax.Array] = (),
 ) -> list[jax.Array]:
     """The gathered x, and its product with each w."""
     layout = gather_layout(x.shape, axis, x.dtype, out_dtype)
@@ -242,8 +255,9 @@ def all_gather_matmul(
         transposed=transposed,
         precision=precision,
         interpret=interpret,
+        turn=turn,
     )
-    sizes = [w.shape[0 if transposed else 1] for w in ws]
+    sizes = [w.shape[-2 if transposed else -1] for w in ws]
     results = [
         layout.back(y, group.size, size).astype(out_dtype)
         for y, size in zip(products, sizes, strict=True)
@@ -263,6 +277,7 @@ def matmul_reduce_scatter(
     transposed: bool,
     precision: PrecisionLike,
     interpret: Interpret,
+    turn: Sequence[jax.Array] = (),
 ) -> jax.Array:
     """Block `me` along `axis` of `scale` times everyone's sum of x @ w, of one pair or several.
 
@@ -281,9 +296,11 @@ def matmul_reduce_scatter(
         transposed=transposed,
         precision=precision,
         interpret=interpret,
+        turn=turn,
     )
-    return layout.back(y, 1, w.shape[0 if transposed else 1]).astype(out_dtype)
+    return layout.back(y, 1, w.shape[-2 if transposed else -1]).astype(out_dtype)
 
 
 def _whole_lanes(w: jax.Array) -> jax.Array:
-    return jnp.pad(w, [(0, -size % LANES) for size in w.shape])
+    padding = [(0, -size % LANES) for size in w.shape]
+    return w if w.ndim > 2 else jnp.pad(w, padding)  # those of all turns are whole
