@@ -88,7 +88,7 @@ def check_ragged(operand: Any, output: Any, slices: dict[str, Any], devices: int
     for name, of in (("operand", operand), ("output", output)):
         if not of.shape:
             rule, remedy = "it must have rows", "give it a dimension, for example with x[None]"
-            raise CollectiveError(f"{name}, a scalar", rule, remedy)
+            raise CollectiveError(f"{name} of {of.str_short()}", rule, remedy)
     if operand.dtype != output.dtype or operand.shape[1:] != output.shape[1:]:
         raise CollectiveError(
             f"operand of {operand.str_short()}, output of {output.str_short()}",

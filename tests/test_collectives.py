@@ -287,7 +287,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "ragged scalar": (
         lambda x: pc.ragged_all_to_all(x[0, 0], x[0, 0], *tables(), axis_name="x"),
         CollectiveError,
-        ("float32[]", "rows", "reshape"),
+        ("float32[]", "rows", "x[None]"),
     ),
     "ragged tables of floats": (
         lambda x: pc.ragged_all_to_all(x, x, *tables(dtype=np.float32), axis_name="x"),

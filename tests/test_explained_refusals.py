@@ -71,7 +71,7 @@ def test_explain_refuses_too_little_to_go_on(arguments: dict[str, Any], message:
         ("psum", {"nbytes": 8, "dtype": "str"}, "dtype='str': it must be a dtype of numbers"),
         ("psum", {"shape": (1 << 40, 1 << 20)}, f"operand of {1 << 62} bytes: .* 128 GiB"),
         ("psum", {"nbytes": 2 << 37}, "no device has more.*one device's operand"),
-        ("ragged_all_to_all", {"shape": ()}, r"operand, a scalar: it must have rows; .*x\[None\]"),
+        ("ragged_all_to_all", {"shape": ()}, r"operand of float32\[\]: it must have rows; .*x\[None\]"),
         ("psum", {"shape": (8, 128), "axis": 1}, "axis=1 for psum: psum has no such argument"),
         ("ppermute_start", {"nbytes": 512, "order": "rank"}, "order='rank' for ppermute"),
         ("pmax", {"nbytes": 512, "order": "rank"}, "order='rank' for pmax: .*; leave order out"),

@@ -85,7 +85,7 @@ class Packed(NamedTuple):
         return numbers.reshape(self._shape(x.shape, block))
 
     def _shape(self, operand: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
-        """Of what comes, or of its sum."""
+        """The shape of what comes, or of its sum."""
         if self.flight.op == "permute":
             return operand
         return block if self.adds else (self.flight.group.size, *block)

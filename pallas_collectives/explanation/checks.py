@@ -152,7 +152,7 @@ def check(
             "the group is given either by mesh and axis_name or by a number of devices",
             "give one of them",
         )
-    several = "write it like devices=8, or give mesh= and axis_name= for devices on several axes"
+    several = "write it like devices=8, or mesh= and axis_name= for devices on several axes"
     each = "give the bytes of one device's operand"
     for name, number, least, remedy in (
         ("devices", devices, 2, several),

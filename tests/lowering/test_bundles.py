@@ -203,7 +203,7 @@ def test_a_wire_that_takes_more_bytes_than_a_bundle_is_refused() -> None:
 
 @pytest.mark.parametrize("how", [{}, {"return_residue": True}], ids=str)
 def test_over_a_wire_no_group_is_of_two_arrays(how: Any) -> None:
-    """Of a bundle each array has the bits that it has alone; one of them is much larger."""
+    """Each array has the bits that it has alone; one of them is much larger."""
     x = np.random.default_rng(0).normal(size=(2, 4, 200)).astype(np.float32)
     x[:, 1] *= 1e6
     named: Any = {"wire": "int8", "backend": "xla", **how}
