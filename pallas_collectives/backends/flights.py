@@ -154,14 +154,8 @@ def start(flight: Flight, x: jax.Array, *after: jax.Array) -> tuple[list[jax.Arr
 
     The token is 0, which XLA does not know: what takes it comes after the start.
     """
-    counters.note(
-        Plan(
-            op=MOVES[flight.op],
-            backend="nccl",
-            algorithm="copies",
-            why="it was started, to be done later",
-        )
-    )
+    why = "it was started, to be done later"
+    counters.note(Plan(op=MOVES[flight.op], backend="nccl", algorithm="copies", why=why))
     *started, token = _start_p.bind(x, *after, flight=flight)
     return started, token
 
@@ -171,12 +165,22 @@ def done(flight: Flight, started: Sequence[jax.Array], *after: jax.Array) -> jax
     return _done_p.bind(*started, *after, flight=flight)
 
 
+def beside(flight: Flight, x: jax.Array) -> list[jax.Array]:
+    """Zeros, and the operand, in place of what a start gives, for one that moves x otherwise.
+
+    Their tangents are those of a start.
+    """
+    return _beside_p.bind(x, flight=flight)
+
+
 # A start gives the memory under way, its operand, and a token. A gather gives zeros of its result's
 # shape besides, which nobody reads: in the backward pass they are the place of an exchange's
 # operand.
 _start_p = core.Primitive("nccl_start")
 _start_p.multiple_results = True
 _done_p = core.Primitive("nccl_done")
+_beside_p = core.Primitive("nccl_beside")
+_beside_p.multiple_results = True
 
 
 def _parts(flight: Flight) -> int:
@@ -190,6 +194,11 @@ def _start_types(x: Aval, *after: Aval, flight: Flight) -> list[Any]:
     result = jax.make_jaxpr(flight.by_lax)(x).out_avals[0]
     spare = [result] if flight.op == "gather" else []
     return [result, x, *spare, _compat.array_type((1,), np.int32)]
+
+
+@_beside_p.def_abstract_eval
+def _beside_types(x: Aval, *, flight: Flight) -> list[Any]:
+    return _start_types(x, flight=flight)[:-1]
 
 
 @_done_p.def_abstract_eval
@@ -209,10 +218,20 @@ def _start_lowered(
     once = mlir.lower_fun(lax.optimization_barrier, multiple_results=False)
     (x,) = once(ctx.replace(avals_in=[operand], avals_out=[operand]), x)
     under_way, started = lower(ctx.avals_in, [result, token], x, *after)
-    zeros = mlir.lower_fun(
-        lambda: [jnp.zeros(s.shape, s.dtype) for s in spare], multiple_results=True
+    return [under_way, x, *_zeros(ctx, spare), started]
+
+
+def _zeros(ctx: mlir.LoweringRuleContext, like: Sequence[Any]) -> Sequence[Any]:
+    made = mlir.lower_fun(
+        lambda: [jnp.zeros(s.shape, s.dtype) for s in like], multiple_results=True
     )
-    return [under_way, x, *zeros(ctx.replace(avals_in=[], avals_out=spare)), started]
+    return made(ctx.replace(avals_in=[], avals_out=like))
+
+
+def _beside_lowered(ctx: mlir.LoweringRuleContext, x: ir.Value, *, flight: Flight) -> Sequence[Any]:
+    first, _, *spare = ctx.avals_out
+    zeros, *others = _zeros(ctx, [first, *spare])
+    return [zeros, x, *others]
 
 
 def _lowered_at_once(
@@ -343,6 +362,15 @@ def _start_jvp(
     return outs, [*moved, ad.Zero(jax.typeof(token).to_tangent_aval())]
 
 
+def _beside_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, flight: Flight
+) -> tuple[Any, Any]:
+    outs = beside(flight, *primals)
+    if isinstance(tangents[0], ad.Zero):
+        return outs, [ad.Zero(jax.typeof(out).to_tangent_aval()) for out in outs]
+    return outs, start(flight.differentiated, tangents[0])[0]
+
+
 def _start_transpose(
     cotangents: Sequence[Any], x: ad.UndefinedPrimal, *after: jax.Array, flight: Flight
 ) -> list[Any]:
@@ -397,10 +425,13 @@ def _batch(
         places = [None] * len(places)
     else:
         x = jnp.moveaxis(x, dims[0], first)
+    if primitive is _beside_p:
+        return beside(flight, x), places
     return _start_p.bind(x, *operands[1:], flight=flight), [*places, None]
 
 
 _compat.register(_start_p, lowering=_start_lowered, jvp=_start_jvp, transpose=_start_transpose)
 _compat.register(_done_p, lowering=_done_lowered, jvp=_done_jvp, transpose=_done_transpose)
-for _p in (_start_p, _done_p):
+_compat.register(_beside_p, lowering=_beside_lowered, jvp=_beside_jvp)
+for _p in (_start_p, _done_p, _beside_p):
     _compat.register(_p, batch_alone=functools.partial(_batch, _p))

@@ -1,9 +1,10 @@
 """Exchanges under way over a wire: packed bytes fly, and derivatives beside them as they are.
 
 What sets out is quantised where the exchange starts and read where it is done, by kernels of one
-pass where `gpu_codec` serves, else by passes of XLA. The bits are those of the whole call, whose
-derivatives pass straight through, too. Integers have none: so floats go beside them from a start to
-its end, zeros that XLA takes away, whose tangents are an exchange of their own.
+pass where `gpu_codec` serves, else by passes of XLA. The bits are those of the whole call (but for
+stacked results, whose groups it has along the new dimension), whose derivatives pass straight
+through, too. Integers have none: so floats go beside them from a start to its end, zeros that XLA
+takes away, whose tangents are an exchange of their own.
 """
 
 import functools
@@ -44,11 +45,11 @@ class Packed(NamedTuple):
         packed = self._packed(self._blocks(wires.overflown(lax.stop_gradient(x), self.dtype)))
         operand = packed if self.flight.op == "exchange" else packed[0]
         under_way, token = flights.start(self.flight, operand, *after)
-        return (tuple(under_way), tuple(_beside(self.flight, x))), token
+        return (tuple(under_way), tuple(flights.beside(self.flight, x))), token
 
     def done(self, started: tuple[Arrays, Arrays], *after: jax.Array) -> jax.Array:
         """What came of it, or the sum, waited for once `after` is there."""
-        return _come(self, *started, after)
+        return _come(self, *started, tuple(map(lax.stop_gradient, after)))  # that moves nothing
 
     def _blocks(self, x: jax.Array) -> jax.Array:
         return x.reshape(self.flight.blocks(x.shape))
@@ -86,26 +87,9 @@ class Packed(NamedTuple):
 
     def _shape(self, operand: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of what comes, or of its sum."""
-        if self.flight.op == "permute":
-            return operand
-        return block if self.adds else (self.flight.group.size, *block)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _beside(flight: Flight, x: jax.Array) -> list[jax.Array]:
-    """The operand, and zeros in place of all else that its start as it is would give."""
-    axes = _compat.varying(x)
-    whole = axes - set(flight.group.axes) if flight.to == "invarying" else axes
-    shape = (flight.group.size, *x.shape) if flight.op == "gather" else x.shape
-    zeros = _compat.as_varying(jnp.zeros(shape, x.dtype), whole)
-    return [zeros, x, zeros] if flight.op == "gather" else [zeros, x]
-
-
-@_beside.defjvp
-def _beside_jvp(
-    flight: Flight, primals: Sequence[jax.Array], tangents: Sequence[jax.Array]
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    return _beside(flight, *primals), flights.start(flight.differentiated, *tangents)[0]
+        if self.adds:
+            return block
+        return (self.flight.group.size, *operand) if self.flight.op == "gather" else operand
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

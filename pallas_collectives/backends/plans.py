@@ -162,6 +162,7 @@ class Plan:
       candidates: all algorithms that were compared, the fastest first; empty where the caller named
         this one.
       beside: whether lax serves because XLA runs the collective beside compute.
+      nbytes: bytes of one device's operand, where a plan tells.
       call: which call it is for, written as the plan is noted; None if it is not a collective.
       chunking: in what pieces each of its kernels sends data, as that kernel said when it was
         launched; empty before, and where it launches none itself.
@@ -173,6 +174,7 @@ class Plan:
     why: str = ""
     candidates: tuple[Candidate, ...] = ()
     beside: bool = False
+    nbytes: int = 0
     call: Call | None = None
     chunking: tuple[Chunking, ...] = ()
 

@@ -242,7 +242,9 @@ def _waits_less(op: str, passes: Way, way: Way, group: Group, how: How) -> bool:
     """
     if how.algorithm is not None or passes.us is None:
         return False
-    step = catalogue.COLLECTIVES[op].ordered_steps[0] if wire_ways.adds(op) else op
+    record = catalogue.COLLECTIVES[op]
+    gathers = record.sums_everywhere and wire_ways.gathers_terms(group.size)
+    step = "all_gather" if gathers else record.ordered_steps[0] if record.adds else op
     plain = dataclasses.replace(how, wire=None, order=None)
     if not by_lax(step, plain):
         moved = fastest.decided(step, plain, passes.sent, group)

@@ -11,11 +11,11 @@ A sum has these ways over a wire with scales:
 The algorithms of the last are those whose record says `packed`; `psum` calls the first of them
 "ring". But for the gather, a psum gathers the sums, quantised once more, and so gives everyone the
 same bits; of two devices the exchange is a gather of the terms. `pmax` and `pmin` go by exchange or
-gather, as sums do. What is only moved is quantised
-once: by passes around a collective, by an algorithm whose record says `packed`, or on GPUs by
-kernels that write to the peer's memory. The quicker way by the tables of times (`tuning`) is taken,
-and a gather of terms where it is named; where no times tell, and where a draw or a residue presumes
-in what bits terms are quantised, it is the exchange, or the passes.
+gather, as sums do. What is only moved is quantised once: by passes around a collective, by an
+algorithm whose record says `packed`, or on GPUs by kernels that write to the peer's memory. The
+quicker way by the tables of times (`tuning`) is taken, and a gather of terms where it is named;
+where no times tell, and where a draw or a residue presumes in what bits terms are quantised, it is
+the exchange, or the passes.
 """
 
 import dataclasses

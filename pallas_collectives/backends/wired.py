@@ -203,7 +203,8 @@ class OnWire:
             if why := by_lax(name, how):
                 from pallas_collectives.backends import xla as module  # which others do not need
 
-                counters.note(Plan(op=name, backend="xla", why=why, beside=True))
+                kept: dict[str, Any] = {"op": name, "why": why, "nbytes": packed.nbytes}
+                counters.note(Plan(backend="xla", beside=True, **kept))
             return getattr(module, name)(packed, group, **options, how=how)
 
         return Move(op, group, how, at_once, tuple(perm))

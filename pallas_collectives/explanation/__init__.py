@@ -271,13 +271,12 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
     packed = over is not None and over.algorithm is not None
     if by_lax and not packed:
         return Explanation(*about, torus, LAX, by_lax[0].why, ())
-    about_one = group.size, chip.name, torus, LAX
-    steps = tuple(
-        Explanation(counters.lax_name(p.op), over.sent, *about_one, p.why, ())
-        for p in by_lax
-        if over
-    ) + tuple(
-        Explanation(
+
+    def step(p: Plan) -> Explanation:
+        if not isinstance(p, KernelPlan):
+            name = counters.lax_name(p.op)
+            return Explanation(name, p.nbytes, group.size, chip.name, torus, LAX, p.why, ())
+        return Explanation(
             counters.lax_name(p.op, p.call),
             p.nbytes,
             p.devices,
@@ -288,16 +287,17 @@ def _explained(op: str, nbytes: int, group: Group, plans: list[Plan]) -> Explana
             p.candidates,
             chunking=p.chunking,
         )
-        for p in counters.whole_first(p for p in plans if isinstance(p, KernelPlan))
-    )
+
+    told = (p for p in plans if isinstance(p, KernelPlan) or p in by_lax)
+    steps = tuple(map(step, counters.whole_first(told)))
     if not steps:
         why = "the operand is empty" if nbytes == 0 else "the group is one device"
         return Explanation(*about, torus, NOTHING, why, ())
     first = steps[0]
     if over is not None and packed:
-        told = _over_wire(over, group.size)
+        said = _over_wire(over, group.size)
         return Explanation(
-            *about, torus, f"wire {over.algorithm}", told, over.candidates, steps, over
+            *about, torus, f"wire {over.algorithm}", said, over.candidates, steps, over
         )
     first = dataclasses.replace(first, wire=over)
     if first.devices == group.size:

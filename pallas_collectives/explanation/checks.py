@@ -23,7 +23,7 @@ from pallas_collectives.wires import WireLike
 PRODUCTS = (GATHER, SCATTER)
 
 
-MOST_BYTES = 128 << 30  # more than any device has; of far larger ones chunks could not be listed
+MOST_BYTES = 128 << 30  # more than any TPU has; of far larger ones chunks could not be listed
 
 
 def dtype_of(dtype: DTypeLike) -> DType:
@@ -41,7 +41,7 @@ def dtype_of(dtype: DTypeLike) -> DType:
 def check_size(nbytes: int) -> None:
     """Whether a device could hold an operand."""
     if nbytes > MOST_BYTES:
-        rule = f"no device has more than {MOST_BYTES >> 30} GiB"
+        rule = f"no TPU has more than {MOST_BYTES >> 30} GiB"
         remedy = "give shape or bytes of one device's operand, not of all devices'"
         raise CollectiveError(f"an operand of {nbytes} bytes", rule, remedy)
 

@@ -287,15 +287,15 @@ class _Turn:
         if near and not reads_in_place:
             return None
         kernel = _kernel(eqn, products, xs, keeps=keeps)
-        if kernel is None or reads_in_place:
-            return kernel
-        return kernel._replace(saves=kernel.saves - self._to_slice(products, eqn))
+        written = [p for p, x in zip(products, in_slices, strict=True) if joined or x is None]
+        return kernel and kernel._replace(saves=kernel.saves - self._to_slice(written, eqn))
 
     def _to_slice(self, products: Sequence[_Product], collective: JaxprEqn) -> float:
         """Seconds to copy weights out of those of all turns, where XLA's own products read them.
 
         Of weights that are multiplied as they are, and are not read in place (`in_place`): those
-        whose products are summed. What a turn converts is written in any case.
+        whose products are summed, or that are not of whole lanes. What a turn converts is written
+        in any case.
 
         Of large tokens that counts for nothing: in HBM, they take XLA's own products as long. But
         v5e has VMEM for them, and for as much again.

@@ -185,7 +185,8 @@ class Loop:
         found = fusing.fused(self.steps, self.results, self.carried, slices)
         if not found:
             return None
-        steps, stacks, turn = in_place.read_in_place(found.steps, slices, self.params["length"])
+        steps, stacks, number = in_place.read_in_place(found.steps, slices, self.params["length"])
+        turn = number if stacks else None
         loop = dataclasses.replace(self, steps=steps, in_place=stacks, turn=turn)
         saves = found.saves - self._hidden_by_xla()
         return Fused(loop, saves, found.unwired) if saves > 0 else None

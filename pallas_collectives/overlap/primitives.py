@@ -191,7 +191,10 @@ def lowered(
     if plan.algorithm == UNFUSED:
         counters.note(plan)
         xs, ws, turn = pallas_fused.parts(operands, op, spec)
-        of_turn = [w if w.ndim == 2 else jnp.take(w, turn[0][0], axis=0) for w in ws]
+        of_turn = [
+            w if w.ndim == 2 else jax.lax.dynamic_index_in_dim(w, turn[0][0], keepdims=False)
+            for w in ws
+        ]
         operands = *xs, *of_turn
         return _apart(op, operands, spec, functools.partial(_collective, op, spec))
     with kernels.told() as chunking:

@@ -20,9 +20,9 @@ Who serves:
   TensorCore, which stops for it. `explain("all_gather_start", ...)` says which, and why.
 * Anywhere else it is one call, by the backend in scope.
 
-Over a wire what is packed moves so: on GPUs by copy engines, with the bits of the whole call; on
-TPUs where the core waits less for passes before and behind than for a kernel that packs
-(`wire_choice`).
+Over a wire what is packed moves so: on GPUs by copy engines, with the bits of the whole call (see
+`backends.packed_flights`); on TPUs where the core waits less for passes before and behind than for
+a kernel that packs (`backends.wire_choice`).
 
 No kernel hands DMAs that are under way to a second one, though that compiles for all TPUs: XLA may
 copy the memory between the two, and does so in loops, with bytes in it that have not come yet.

@@ -14,7 +14,15 @@ from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from pallas_collectives import catalogue, wires
 from pallas_collectives.annotations import DTypeLike
-from pallas_collectives.backends import canonical, choice, flights, ordered, wire_choice
+from pallas_collectives.backends import (
+    canonical,
+    choice,
+    counters,
+    flights,
+    ordered,
+    slices,
+    wire_choice,
+)
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import CollectiveError, StartedError
 from pallas_collectives.topology.groups import Group
@@ -225,30 +233,47 @@ def start(
     left_out = all(name in whole and whole[name].default is narrower[name] for name in others)
     wire = wires.named(narrower.get("wire"))
     drawn_or_in_order = wire is not None and (wire.key is not None or settled.order is not None)
-    if not left_out or drawn_or_in_order or not flights.serve(settled):
-        return at_once(call, after)
-    if not all(map(flights.moves, leaves)):
+    flies = left_out and not drawn_or_in_order and flights.serve(settled)
+    if not flies or not all(map(flights.moves, leaves)):
         return at_once(call, after)
     tokens, group = _arrays(after), canonical.group_of(axis_name, groups)
-    op = catalogue.functions()[call.func.__name__].name
-    if wire is not None:
-        choice.over_wires(settled, wire, None)  # which it may not be
-        if wire.optional:
-            wire_choice.note_left_out(op, wire, "copy engines move it beside products as it is")
-            wire = None
     leaves = [varying(jnp.asarray(leaf), axis_name) for leaf in leaves]
-    ways = [_narrowed(leave(leaf, group, wire), op, wire) for leaf in leaves]
+    if wire is None:
+        ways = [leave(leaf, group, None) for leaf in leaves]
+    else:
+        choice.over_wires(settled, wire, None)  # which it may not be
+        if wire.optional and not slices.one_host_has(group):
+            return at_once(call, after)  # no copy engines serve: a wire may gain
+        op = catalogue.functions()[call.func.__name__].name
+        ways = [_narrowed(leaf, group, leave, op, wire, len(leaves) == 1) for leaf in leaves]
     return Started(tree, (), [UnderWay(way, tokens) for way in ways])
 
 
-def _narrowed(way: Way, op: str, wire: Wire | None) -> Way:
-    """The same over a wire.
+def _narrowed(
+    leaf: jax.Array,
+    group: Group,
+    leave: Callable[[jax.Array, Group, Wire | None], Way],
+    op: str,
+    wire: Wire,
+    alone: bool,
+) -> Way:
+    """How an array sets out over a wire; without it where nothing is sent, or it may be left out.
+
+    So may that of a sum of small arrays among others, which the whole call adds as one.
 
     Raises:
       DtypeError, WireError: it cannot be had, or loses.
     """
-    if wire is None:
-        return way
-    blocks = way.flight.blocks(way.operand.shape)
-    sent = blocks[0] * wires.packed_bytes(blocks[1:], wire)
-    return way._replace(wire=wire_choice.taken(op, way.operand, sent, wire))
+    if group.size == 1:
+        return leave(leaf, group, None)
+    why = "copy engines move it beside products as it is" if wire.optional else ""
+    if not why:
+        wires.check(wire, leaf.dtype, counters.lax_name(op))
+        way = leave(leaf, group, wire)
+        blocks = way.flight.blocks(way.operand.shape)
+        sent = blocks[0] * wires.packed_bytes(blocks[1:], wire)
+        if alone or not way.adds or sent < leaf.nbytes:
+            return way._replace(wire=wire_choice.taken(op, leaf, sent, wire))
+        why = f"with scales and padding it takes {sent} bytes in place of {leaf.nbytes}"
+    wire_choice.note_left_out(op, wire, why)
+    return leave(leaf, group, None)

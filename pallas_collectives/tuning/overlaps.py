@@ -144,7 +144,8 @@ def for_its_reader(nbytes: int, dtype: DType, chip: Chip) -> str:
 def of_tokens(op: str, nbytes: int, chip: Chip) -> str:
     """Why lax keeps an exchange of fewer bytes, between products; "" where it need not.
 
-    By `step`, forward, a layer whose tokens are gathered before its products and whose sum is
+    With kernels that copy weights (`lowering.in_place` says which do not), by `step`, forward, a
+    layer whose tokens are gathered before its products and whose sum is
     scattered behind them, four times on v6e:4x4, of weights of 32 MiB, in us by lax and by kernels:
     of 512 tokens 459 and 513, of 1024 783 and 846, of 2048 1559 and 1636; there 1451 where lax
     gathers and a kernel scatters. With the gradient, on v5e:4x4, of 1024 tokens 8920 and 9695,

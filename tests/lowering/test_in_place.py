@@ -27,7 +27,7 @@ from layers_in_kernels import (
     scattered,
 )
 from pallas_collectives.kernels import collective_matmul
-from pallas_collectives.lowering import in_place
+from pallas_collectives.lowering import fusing, in_place
 from pallas_collectives.overlap import fusion
 
 
@@ -167,3 +167,14 @@ def test_no_turn_writes_its_weights(topology: str, gradient: bool) -> None:
     text = lowered(topology, program).compile().as_text()
     assert all(kernel in text for kernel, *_ in FUSED.values())
     assert not slices_written(text)
+
+
+@pytest.mark.full
+def test_turns_write_weights_that_kernels_do_not_read_in_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(in_place.Slices, "of", lambda *_: None)
+    monkeypatch.setattr(fusing, "_COPIED", 0)
+    text = lowered("v5p:2x2x2", forward(one, scan=True)).compile().as_text()
+    assert all(kernel in text for kernel, *_ in FUSED.values())
+    assert slices_written(text)

@@ -7,10 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
 from in_halves import EVERY, FORMS, N, on_devices, split
+from jaxprs import primitives_in
 from pallas_collectives.errors import CollectiveError, DtypeError, WireError
 
 WIRES = [
@@ -127,15 +129,67 @@ def test_what_flights_do_not_do_is_the_whole_call_where_it_starts(by_nccl, fresh
     [
         (DtypeError, "float32, bfloat16 and float16 only", "psum", {"wire": "int8"}),
         (WireError, "in place of", "all_gather", {"wire": "int8"}),
+        (WireError, "in place of", "psum", {"wire": "int8"}),
         (WireError, "int3", "psum_scatter", {"wire": "int3"}),
         (CollectiveError, "widens", "psum", {"wire": "int8", "precise": True}),
     ],
 )
 def test_bad_input_is_refused_as_by_the_whole_call(by_nccl, error, rule, form, options):
-    x = np.ones((N, 4 * N, 1), "int32" if error is DtypeError else "float32")
+    rows = 3 if form == "psum" else 4 * N
+    x = np.ones((N, rows, 1), "int32" if error is DtypeError else "float32")
     for call in (lambda x: split(form, x, **options)[0], lambda x: whole(form, x, **options)):
         with pytest.raises(error, match=rule):
             on_devices(call, x)
+
+
+def test_gradients_of_batches_within_checkpoints_and_scans(by_nccl):
+    """A batch that is traced once before it is differentiated."""
+    x = numbers((N, 2 * N, 96 * N, 3), "float32")
+    for form in ("all_gather", "psum", "psum_scatter", "ppermute"):
+        batched = jax.vmap(lambda x, f=form: split(f, x, wire="int8")[0], in_axes=2, out_axes=-1)
+        exact = jax.vmap(lambda x, f=form: split(f, x)[0], in_axes=2, out_axes=-1)
+
+        def derived(fn: Any, x: jax.Array) -> jax.Array:
+            def turn(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+                return carry, jnp.sum(jax.checkpoint(fn)(carry))
+
+            return jax.grad(lambda x: jnp.sum(jax.lax.scan(turn, x, length=2)[1]))(x)
+
+        got, want = (on_devices(functools.partial(derived, fn), x) for fn in (batched, exact))
+        np.testing.assert_allclose(got, want, rtol=1e-5)
+
+
+def test_what_comes_after_has_no_part_in_derivatives(by_nccl):
+    """In forward mode, of what the end waits for alone, nothing is under way that no start sent."""
+    w = numbers((N, 8, 128), "float32")
+
+    def tangent(w: jax.Array) -> jax.Array:
+        def fn(h: jax.Array) -> jax.Array:
+            started = pc.all_gather_start(w, "x", tiled=True, wire="int8")
+            return jnp.sum(started.done(after=h)) * h
+
+        return jax.jvp(fn, (w[0, 0],), (w[0, 0],))[1]
+
+    on = {"mesh": harness.mesh(N), "in_specs": P("x"), "out_specs": P("x")}
+    mapped = jax.shard_map(lambda w: tangent(w)[None], check_vma=False, **on)
+    names = primitives_in(jax.make_jaxpr(mapped)(w.reshape(-1, 128)).jaxpr)
+    assert names["nccl_done"] == names["nccl_start"] == 1
+
+
+def test_small_arrays_of_a_tree_are_added_as_they_are(by_nccl, fresh_counts):
+    """The whole call adds them as one, where they need no wire of their own."""
+    x = numbers((N, 2 * N, 96 * N), "float32")
+    tree = lambda x: {"b": x[0, :3], "w": x}  # noqa: E731
+    got = on_devices(lambda x: pc.psum_start(tree(x), "x", wire="int8").done()["b"], x)
+    np.testing.assert_allclose(got, on_devices(lambda x: jax.lax.psum(x[0, :3], "x"), x), rtol=1e-6)
+    assert {wire for _, wire, _ in pc.wire_counts()} == {"", "int8"}
+
+
+def test_one_device_alone_sends_nothing(by_nccl):
+    x = numbers((1, 8, 256), "float32")
+    for form in ("all_gather", "psum"):
+        alone = functools.partial(harness.per_device, on=harness.mesh(1))
+        np.testing.assert_array_equal(alone(lambda x, f=form: split(f, x, wire="int8")[0])(x), x)
 
 
 # --- on TPUs ------------------------------------------------------------------------------------
@@ -164,6 +218,14 @@ def test_compiled_what_is_packed_moves_beside_products(generation, fresh_counts)
         assert backend == "pallas" and not algorithm.endswith(":sc")
     else:
         assert algorithm.endswith(":sc") and on_sparsecore
+
+
+def test_explain_lays_out_steps_in_their_order():
+    row = pc.Wire("int8", group="row")
+    said = pc.explain("psum_start", shape=(4096, 1024), devices=8, chip="v5e", wire=row)
+    assert [step.op for step in said.inside] == ["all_to_all", "all_gather"]
+    exchange, gather = (step.nbytes for step in said.inside)
+    assert gather == exchange // 8 > 0
 
 
 @pytest.mark.parametrize(

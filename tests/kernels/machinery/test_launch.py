@@ -114,10 +114,15 @@ def test_a_kernel_that_was_left_out_is_built_when_it_is_to_run() -> None:
     assert launch.effects(lambda x: whole(x), x) == effects
 
 
+@pytest.mark.parametrize("asks", [False, True])
 @pytest.mark.parametrize("generation", ["v5e", "v5p", "v6e"])
-def test_a_kernel_of_little_vmem_leaves_the_rest_of_it_to_the_program(generation: str) -> None:
+def test_a_kernel_of_little_vmem_leaves_the_rest_of_it_to_the_program(
+    generation: str, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where one asks for a limit, XLA reserves its default for each other operation."""
     pytest.importorskip("libtpu")
+    if asks:
+        monkeypatch.setattr(launch, "_BY_DEFAULT", 0)
 
     def program(x: jax.Array) -> jax.Array:
         total = pallas_collectives.psum(x[0], "x", algorithm="gather")
@@ -127,4 +132,4 @@ def test_a_kernel_of_little_vmem_leaves_the_rest_of_it_to_the_program(generation
     text = harness.compile_for_tpu(program, harness.GENERATIONS[generation], (512, 1024)).text
     assert "all_reduce_gather" in text
     reserved = re.findall(r'"memory_space":"1","offset":"\d+","size":"(\d+)"', text)
-    assert max(map(int, reserved), default=0) < 16 << 20
+    assert (max(map(int, reserved), default=0) >= 16 << 20) == asks
