@@ -81,7 +81,7 @@ def rewritten(loop: Loop) -> "Rewritten | None":
 
     What has but one turn asks for nothing ahead and leaves nothing.
     """
-    written, loop = loop, gradient_sums.placed(loop.summed_once())
+    written, loop = loop, gradient_sums.placed(loop.with_tokens().summed_once())
     if bare := loop.bare():
         return Rewritten(loop, lax_keeps=bare)
     in_order, fused = loop.in_order(), loop.fused()

@@ -81,7 +81,23 @@ class Loop:
         results = flat.add(turn, reads)
         carry_to = n_consts + n_carry
         parts = reads[:n_consts], reads[n_consts:carry_to], reads[carry_to:]
-        return cls(params, _with_tokens(flat.steps, parts[1]), *parts, results)
+        return cls(params, flat.steps, *parts, results)
+
+    def with_tokens(self) -> "Loop":
+        """The same, whose gathers of what the last turn hands on are awaited, as those of tokens.
+
+        While a turn is traced, that is an operand like weights (`choice.asked`). Weights it is
+        where a product takes it for that, as where a loop's turns are steps of training.
+        """
+        origins, handed = dataflow.origins(self.steps), {*self.carry}
+        weights = {origins.get(w, w) for w in map(fusing.weights_of, self.steps) if w is not None}
+        steps = []
+        for step in self.steps:
+            first = [origins.get(x, x) for x in numbers(step.reads[:1])]  # others may be places
+            tokens = not handed.isdisjoint(first) and weights.isdisjoint(step.writes)
+            steps.append(turns.awaiting(step) if tokens else step)
+        same = all(a is b for a, b in zip(steps, self.steps, strict=True))
+        return self if same else dataclasses.replace(self, steps=steps)
 
     def summed_once(self) -> "Loop":
         """The same, with lax's sums where turns do no more than add up their results.
@@ -348,21 +364,6 @@ class Loop:
         """What these write of y."""
         ys = {*numbers(self.ys)}
         return [number for step in steps for number in step.writes if number in ys]
-
-
-def _with_tokens(steps: Sequence[Step], carry: Iterable[int]) -> list[Step]:
-    """Steps, of which gathers of what the last turn hands on are awaited, as those of tokens.
-
-    While a turn is traced, that is an operand like weights (`choice.asked`). Weights it is where a
-    product takes it for that, as where a loop's turns are steps of training.
-    """
-    origins, handed, found = dataflow.origins(steps), {*carry}, []
-    weights = {origins.get(w, w) for w in map(fusing.weights_of, steps) if w is not None}
-    for step in steps:
-        first = [origins.get(x, x) for x in numbers(step.reads[:1])]  # others may be places
-        tokens = not handed.isdisjoint(first) and weights.isdisjoint(step.writes)
-        found.append(turns.awaiting(step) if tokens else step)
-    return found
 
 
 class Fused(NamedTuple):

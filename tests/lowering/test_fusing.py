@@ -290,7 +290,8 @@ def test_weights_pass_a_barrier_with_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     told: list[tuple[Any, ...]] = []
     monkeypatch.setattr(turns, "awaiting", lambda step: told.append(step.reads) or step)
     steps = [Step(None, (1, 2), (3, 4)), Step(None, (4,), (5,)), Step(None, (3,), (6,))]
-    assert loops._with_tokens(steps, [1]) == steps
+    loop = loops.Loop({}, steps, (), (1,), (2,), [5, 6])
+    assert loop.with_tokens() is loop
     assert told == [(1, 2), (3,)]
 
 

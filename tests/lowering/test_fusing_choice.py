@@ -147,7 +147,8 @@ def test_on_gpus_a_sum_is_split_where_products_wait_for_it(
     def decide(*args: jax.Array) -> jax.Array:  # where axes are bound
         scans = [eqn for eqn in body.eqns if eqn.primitive.name == "scan"]
         loop = loops.Loop.of(scans[0].params, len(scans[0].invars)) if scans else None
-        fused = (loop or loops.Loop.once(core.ClosedJaxpr(body, ()))).fused()
+        loop = loop or loops.Loop.once(core.ClosedJaxpr(body, ()))
+        fused = loop.with_tokens().fused()
         found.extend(fused.loop.steps if fused else ())
         return args[0]
 
