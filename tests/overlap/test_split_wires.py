@@ -90,7 +90,8 @@ def test_derivatives_pass_straight_through(by_nccl, form, wrap, check_vma):
     def derived(x: jax.Array, **options: Any) -> jax.Array:
         def loss(x: jax.Array) -> jax.Array:
             y = split(form, x, **options)[0]
-            return jnp.sum(y * jnp.sin(jnp.arange(y.size)).reshape(y.shape))
+            places = jnp.arange(y.size) + jax.lax.axis_index("x")  # no constant
+            return jnp.sum(y * jnp.sin(places).reshape(y.shape))
 
         return jax.grad(wrap(loss))(x)
 
@@ -151,12 +152,12 @@ def test_gradients_of_batches_within_checkpoints_and_scans(by_nccl):
 
         def derived(fn: Any, x: jax.Array) -> jax.Array:
             def turn(carry: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
-                return carry, jnp.sum(jax.checkpoint(fn)(carry))
+                return carry, jnp.sum(jnp.sin(jax.checkpoint(fn)(carry)))
 
             return jax.grad(lambda x: jnp.sum(jax.lax.scan(turn, x, length=2)[1]))(x)
 
         got, want = (on_devices(functools.partial(derived, fn), x) for fn in (batched, exact))
-        np.testing.assert_allclose(got, want, rtol=1e-5)
+        np.testing.assert_allclose(got, want, atol=0.1 * np.abs(want).max())
 
 
 def test_what_comes_after_has_no_part_in_derivatives(by_nccl):
