@@ -19,7 +19,6 @@ from jax import lax
 from pallas_collectives import _compat, wires
 from pallas_collectives.backends import flights, nccl_packed, ordered, wired
 from pallas_collectives.backends.flights import Flight
-from pallas_collectives.kernels import gpu_codec
 from pallas_collectives.wires import Wire
 
 Arrays = tuple[jax.Array, ...]
@@ -55,8 +54,7 @@ class Packed(NamedTuple):
         return x.reshape(self.flight.blocks(x.shape))
 
     def _by_kernels(self, blocks: jax.Array) -> bool:
-        come = 1 if self.flight.op == "permute" else self.flight.group.size
-        return gpu_codec.serves(blocks.shape, self.wire, come) and wired.converts(self.wire)
+        return wired.on_gpus(blocks, self.wire, self.flight.op, self.flight.group)
 
     def _packed(self, blocks: jax.Array) -> jax.Array:
         """What travels of blocks (k, ...): (k, ...)."""

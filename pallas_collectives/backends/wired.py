@@ -291,15 +291,18 @@ def _by_kernels(
 
 def _in_one_pass(blocks: jax.Array, wire: Wire, move: Move) -> bool:
     """Whether kernels quantise and dequantise blocks in one pass each; else passes of XLA do."""
-    if move.how.backend != "nccl":
-        return False
+    return move.how.backend == "nccl" and on_gpus(blocks, wire, move.op, move.group)
+
+
+def on_gpus(blocks: jax.Array, wire: Wire, op: str, group: Group) -> bool:
+    """The same of blocks on GPUs, which a gather, exchange or permute moves."""
     from pallas_collectives.kernels import gpu_codec  # which other backends do not need
 
-    come = 1 if move.op == "permute" else move.group.size
-    return gpu_codec.serves(blocks.shape, wire, come) and converts(wire)
+    come = 1 if op == "permute" else group.size
+    return gpu_codec.serves(blocks.shape, wire, come) and _converts(wire)
 
 
-def converts(wire: Wire) -> bool:
+def _converts(wire: Wire) -> bool:
     """Whether there is a Triton that converts to a wire's numbers: to float8_e4m3fn from Ada on."""
     if _compat.triton_params() is None:
         return False

@@ -235,3 +235,27 @@ def test_overridden_reaches_it_too() -> None:
     lowered = jax.jit(pc.overridden(gradient(run))).lower(*arrays())
     apart = jax.jit(pc.overridden(gradient(run), ahead=False)).lower(*arrays())
     assert lowered.as_text() != apart.as_text()
+
+
+def test_tokens_that_turns_hand_on_are_no_weights() -> None:
+    """Also where nothing else of a turn changes: no SparseCore is asked for what products await."""
+    pytest.importorskip("libtpu")
+
+    def turn(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+        seen = lax.all_gather(x, "x", tiled=True)
+        return x + lax.psum_scatter(seen @ w, "x", tiled=True), None
+
+    on = harness.tpu_mesh("v6e:4x4", {"x": 16})
+    specs = P("x"), P(None, None, "x")
+    mapped = jax.shard_map(
+        lambda x, w: lax.scan(turn, x, w)[0],
+        mesh=on, in_specs=specs, out_specs=P("x"), check_vma=False,
+    )  # fmt: skip
+    args = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(on, spec))
+        for shape, spec in zip(((1024, 4096), (4, 4096, 4096 * 16)), specs, strict=True)
+    ]
+    pc.reset_counts()
+    with pc.override_lax(fuse=False):
+        jax.jit(mapped).lower(*args)
+    assert {backend for _, backend, _ in pc.counts()} == {"xla"}, pc.counts()
