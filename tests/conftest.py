@@ -27,6 +27,10 @@ else:
 ANY_TIER = "not gpu and not slow"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--part", help="K/N: of the full tier, the quick tests and part K of the rest")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     # libtpu only compiles here: it need not ask a metadata server, and several processes may.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
@@ -58,6 +62,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         i for i in items if not any(i.iter_markers("gpu")) and not any(i.iter_markers("slow"))
     ]
     full, quick = tiers.full(in_a_tier), tiers.quick(in_a_tier)
+    if (part := config.option.part) is not None:
+        full = quick | tiers.part(full, part)
     for item in in_a_tier:
         item.add_marker("full" if item in full else "slow")
         if item in quick:

@@ -75,6 +75,7 @@ def test_refused_before_launch() -> None:
         assert message in said[name]
 
 
+@pytest.mark.full
 def test_too_few_threads_to_simulate_are_refused_where_that_hangs() -> None:
     program = (
         PROLOGUE

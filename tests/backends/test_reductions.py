@@ -20,6 +20,7 @@ from pallas_collectives.kernels.machinery.blocks import LANES, sublanes
 ODD = (504, 1000)  # neither whole rows nor whole columns, of bfloat16
 
 
+@pytest.mark.full
 @settings(max_examples=150, deadline=None)
 @given(
     st.lists(st.integers(0, 40), max_size=2),

@@ -210,6 +210,7 @@ def test_kernels_give_the_bits_that_lax_gives(wire: Wire) -> None:
     assert pc.wire_counts()["all_reduce", str(wire), ""] >= 2
 
 
+@pytest.mark.full
 def test_sums_that_overflow_are_seen() -> None:
     """As where a term is inf: their group is NaN. A sum that is the largest number stays.
 

@@ -132,6 +132,7 @@ def test_the_time_is_compared_with_that_of_a_sum_in_the_same_order() -> None:
     assert float(us) == float(same) < float(plain) < float(in_order)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_kernels_that_make_the_passes_have_the_bits_of_passes_of_xla(
     dtype: Any, monkeypatch: pytest.MonkeyPatch
@@ -167,6 +168,7 @@ def test_kernels_that_make_the_passes_have_the_bits_of_passes_of_xla(
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", [Wire("int8"), Wire("float8_e4m3fn", group="row")], ids=str)
 def test_ragged_rows_by_kernels_have_the_bits_of_xlas(
     monkeypatch: pytest.MonkeyPatch, wire: Wire

@@ -160,6 +160,7 @@ def test_what_ends_a_command_is_no_traceback(
     assert (done.status, done.err) == (status, said)
 
 
+@pytest.mark.full
 def test_replay_models_instead_of_measuring(bench: Bench, tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     status, out, err = bench(

@@ -150,6 +150,7 @@ def test_commands_refuse_what_makes_no_sense(
     assert (status, out) == (2, "") and told in err
 
 
+@pytest.mark.full
 def test_help_is_that_of_the_command() -> None:
     done = finish(start("fused", "--help"))
     assert done.status == 0
@@ -157,6 +158,7 @@ def test_help_is_that_of_the_command() -> None:
     assert "--shapes" in done.out and "--collective" not in done.out
 
 
+@pytest.mark.full
 def test_each_command_says_what_its_plot_shows() -> None:
     step, sweep = (finish(start(*command, "--help")).out for command in (["step"], []))
     assert "time line as lanes" in step and "against size" not in step

@@ -136,6 +136,7 @@ def test_a_chain_and_its_dispatch_meet_the_same_load(monkeypatch: pytest.MonkeyP
     assert samples == [3.0] * timing.SAMPLES
 
 
+@pytest.mark.full
 def test_timed_rows_stand_beside_lax(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

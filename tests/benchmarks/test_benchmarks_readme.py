@@ -94,6 +94,7 @@ def test_stored_replays_are_what_the_model_says_now(
         )
 
 
+@pytest.mark.full
 def test_stored_replays_are_of_the_algorithms_that_are_chosen_now(stored: results.Saved) -> None:
     cases = {case.name: case for case in CASES}
     for row in (*stored.parts["replayed"], *stored.parts["small"]):

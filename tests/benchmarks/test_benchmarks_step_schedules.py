@@ -277,6 +277,7 @@ def test_the_axes_of_a_listed_group() -> None:
     assert over((), halves[:1]) == (("data",), None)  # a permute's first pair
 
 
+@pytest.mark.full
 def test_groups_within_an_axis_are_replayed_apart() -> None:
     """XLA's by the text, a kernel's by its plan: as on a mesh that has the groups as an axis."""
     machine = Machine.named("v5p:2x2x2")

@@ -91,6 +91,7 @@ def test_the_figures_of_a_machine_are_found_again(name: str) -> None:
     assert found["bytes_in_flight"].measured == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.full
 def test_noise_of_a_percent_leaves_the_figures_within_a_few() -> None:
     machine = Machine.named("v5p:4x4x4", **other("v5p:4x4x4"))
     rng = np.random.default_rng(3)

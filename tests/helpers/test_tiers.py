@@ -138,3 +138,18 @@ def test_the_full_tier_is_more_and_a_named_test_runs_in_any_tier() -> None:
         collected(f"{file}::test_the_wheel_holds_the_package_alone"),
     )
     assert counts == (2, 5, 1)
+
+
+def test_parts_have_every_item_once() -> None:
+    items = product("test_b")
+    for i, item in enumerate(items):
+        item.nodeid = f"tests/test_a.py::test_b[{i}]"
+    parts = [tiers.part(items, f"{k}/3") for k in (1, 2, 3)]
+    assert all(parts) and sum(map(len, parts)) == len(items) and set().union(*parts) == {*items}
+    assert tiers.part(items, "2/3") == parts[1]
+
+
+@pytest.mark.parametrize("which", ["", "1", "0/3", "4/3", "1/0", "a/b", "1/3/3"])
+def test_a_part_is_one_of_some(which: str) -> None:
+    with pytest.raises(pytest.UsageError, match=r"wants K/N, a part K from 1 to N"):
+        tiers.part([], which)

@@ -2,6 +2,7 @@
 
     pytest                  the quick tier: minutes on two cores
     pytest -m full          all of them, but for those that are marked `slow` or `gpu`
+    pytest -m full --part=2/6    the quick ones, and the second sixth of the others
     pytest -m slow          what takes many devices or minutes, and products of everything
     pytest FILE::TEST       tests that are named so run, in the quick tier or in the full one
 
@@ -12,6 +13,8 @@ same for the full tier: what it leaves out is slow.
 """
 
 import contextlib
+import re
+import zlib
 from collections.abc import Container, Hashable, Iterable, Iterator
 from pathlib import Path
 
@@ -35,6 +38,22 @@ def full(items: list[pytest.Item]) -> set[pytest.Item]:
 def quick(items: list[pytest.Item]) -> set[pytest.Item]:
     """Those of the items that the quick tier runs."""
     return _by(QUICK, [item for item in items if not any(item.iter_markers("full"))])
+
+
+def part(items: Iterable[pytest.Item], which: str) -> set[pytest.Item]:
+    """Those of the items that lie in this part; in each run of pytest they are the same.
+
+    Args:
+      which: `K/N`, the Kth of N parts: N of them have every item once.
+
+    Raises:
+      pytest.UsageError: `which` is not of that form, or K is not from 1 to N.
+    """
+    form = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", which)
+    if form is None or int(form[1]) > int(form[2]):
+        raise pytest.UsageError(f"--part={which}: wants K/N, a part K from 1 to N; say --part=1/6")
+    k, n = int(form[1]), int(form[2])
+    return {item for item in items if zlib.crc32(item.nodeid.encode()) % n == k - 1}
 
 
 def _by(

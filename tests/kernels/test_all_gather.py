@@ -178,6 +178,7 @@ def test_jitted_or_eager_and_checked_or_not(jit: bool, check_vma: bool) -> None:
     np.testing.assert_array_equal(np.asarray(run(x))[2], x.reshape(-1, 128))
 
 
+@pytest.mark.full
 def test_sharded_all_gather_of_a_whole_array() -> None:
     x = harness.random((16, 256), "float32")
     on = harness.mesh(2, 4)

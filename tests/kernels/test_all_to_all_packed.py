@@ -187,6 +187,7 @@ def test_no_schedule_has_a_race(pod: str, axes: tuple[str, ...]) -> None:
     assert report.ok and report.races == []
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("many_rounds")
 def test_without_credits_some_schedule_has_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     channel_faults.no_credits(monkeypatch)  # where another chunk may still be unpacked from

@@ -156,6 +156,7 @@ def test_it_takes_sixty_hundredths_of_its_time_in_bfloat16(pod: str, mib: float)
     assert wired.time <= 0.6 * replayed(pod, mib).time
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("many_rounds")
 @pytest.mark.parametrize("pod", ["v5p:4x4x4", pytest.param("v5e:16x16", marks=SLOW)])
 def test_no_schedule_has_a_race(pod: str) -> None:
@@ -164,6 +165,7 @@ def test_no_schedule_has_a_race(pod: str) -> None:
     assert report.ok and report.races == []
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("many_rounds")
 def test_what_is_packed_before_its_place_is_free_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     """On all schedules: what has not left yet, a simulated one may have sent by then."""
@@ -171,6 +173,7 @@ def test_what_is_packed_before_its_place_is_free_is_a_race(monkeypatch: pytest.M
     assert replayed("v5p:4x4x4", 1, races=True, wire="int8", algorithm="ring").races
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("many_rounds")
 def test_without_credits_some_schedule_has_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     channel_faults.no_credits(monkeypatch)  # where another message may still be passed on from

@@ -215,6 +215,7 @@ def test_dropped_wait_before_a_part_is_used_is_caught(
     assert is_caught("on_wait", scatter=scatter)
 
 
+@pytest.mark.full
 def test_dropped_wait_for_the_own_copy_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The own block is never known to be in its place."""
     make = pltpu.make_async_copy
@@ -285,6 +286,7 @@ def test_long_rings_reuse_semaphores_under_credits(monkeypatch: pytest.MonkeyPat
     assert not is_caught("on_wait", n=7, hold=3)
 
 
+@pytest.mark.full
 def test_a_message_that_leaves_before_it_came_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pipelines.Pace, "out", lambda pace, turn, chunks, one_way: turn + 2)
     assert is_caught("on_wait")

@@ -189,6 +189,7 @@ def test_no_schedule_has_a_race(pod: str, mib: float) -> None:
     assert report.ok and report.races == []
 
 
+@pytest.mark.full
 def test_without_credits_some_schedule_has_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
     channel_faults.no_credits(monkeypatch)  # where another chunk may still be unpacked from
     assert replayed("v5p:4x4x4", 4, races=True, wire="int8").races

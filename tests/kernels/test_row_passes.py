@@ -48,6 +48,7 @@ def test_the_bits_are_those_of_passes_of_xla(dtype: Any, wire: Wire) -> None:
     check(48, 4096, wire, dtype, [0, 17, 47])
 
 
+@pytest.mark.full
 @settings(max_examples=20, deadline=None)
 @given(
     st.integers(1, 70),
@@ -60,6 +61,7 @@ def test_any_rows(rows: int, words: int, wire: Wire, dtype: Any, stay: list[int]
     check(rows, 512 * words, wire, dtype, stay)
 
 
+@pytest.mark.full
 def test_rows_of_several_steps() -> None:
     check(300, 4096, WIRES[0], "bfloat16", [])
 

@@ -113,6 +113,7 @@ def test_values_and_scales_are_those_of_passes_of_xla(shape: tuple[int, ...], wi
         np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
 
 
+@pytest.mark.full
 @settings(max_examples=60, deadline=None)
 @given(
     st.tuples(st.integers(1, 3), st.integers(1, 20), st.integers(1, 12)),
@@ -154,6 +155,7 @@ def test_what_is_left_to_passes_of_xla(shape: tuple[int, ...], dtype: Any, wire:
     assert Format.of(shape, dtype, wire) is None
 
 
+@pytest.mark.full
 def test_groups_of_subnormal_numbers_have_the_scales_of_passes_of_xla() -> None:
     x = jnp.asarray(np.random.default_rng(0).normal(size=(1, 64, 512)) * 1e-41, jnp.float32)
     how = How("pallas", interpret=True)

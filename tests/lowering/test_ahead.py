@@ -178,6 +178,7 @@ def test_values_and_gradients_are_the_same_to_the_bit(name: str, check_vma: bool
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-3), got, by_lax)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("hardly")
 def test_scatters_that_stay_in_their_turn_sum_the_same_to_the_bit() -> None:
     with pc.override_lax(ahead=False):

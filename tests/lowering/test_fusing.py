@@ -104,6 +104,7 @@ def test_no_kernel_races_in_its_turn(dtype: str, mode: str) -> None:
     assert all(kernels.values())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quicker")
 def test_what_lax_gathers_for_its_reader_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large gathers of float32, which XLA sends as bfloat16 where products read it so."""
@@ -113,6 +114,7 @@ def test_what_lax_gathers_for_its_reader_stays_apart(monkeypatch: pytest.MonkeyP
     assert kernels == {"gathers": 0, "scatters": 1}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quicker")
 def test_a_mapped_layer_is_in_kernels() -> None:
     def run(x: jax.Array, w: Arrays) -> jax.Array:
@@ -138,6 +140,7 @@ def chained(x: jax.Array, w: Arrays) -> jax.Array:
     return x + scattered(first @ w["down"]) + jnp.sum(seen @ (w["up"] * jnp.mean(first)))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quicker")
 def test_what_a_kernel_would_wait_for_itself_stays_out_of_it() -> None:
     run = forward(chained, scan=True)
@@ -273,6 +276,7 @@ def test_other_pairs(layer: Layer, gathers: int, scatters: int) -> None:
     assert like_laxs(run) == {"gathers": gathers, "scatters": scatters}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quicker")
 def test_what_a_turn_hands_on_is_tokens() -> None:
     """It is an argument of the turn, as weights are."""
@@ -295,6 +299,7 @@ def test_weights_pass_a_barrier_with_tokens(monkeypatch: pytest.MonkeyPatch) -> 
     assert told == [(1, 2), (3,)]
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quicker")
 def test_results_of_a_turn_are_there_beside_its_kernels() -> None:
     def run(x: jax.Array, w: Arrays) -> Any:
@@ -345,6 +350,7 @@ def test_small_products_stay_apart() -> None:
     assert not any(kernels.values())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quicker")
 def test_effects_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """A turn with some that are ordered is left as it is; others do not matter."""
@@ -378,6 +384,7 @@ def test_an_exported_program_of_any_size_has_none() -> None:
     assert not any(kernels.values())
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("quicker")
 def test_the_report_says_what_runs_in_a_kernel() -> None:
     with counted():

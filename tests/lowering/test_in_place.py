@@ -104,6 +104,7 @@ def test_no_race_where_a_turn_reads_in_place(mode: str) -> None:
     assert all(kernels.values())
 
 
+@pytest.mark.full
 def test_another_turns_weights_give_other_values(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planted fault: every turn reads the first one's."""
     monkeypatch.setattr(

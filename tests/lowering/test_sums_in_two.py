@@ -134,6 +134,7 @@ def test_what_no_kernel_gives_is_lowered(layer: Layer, check_vma: bool) -> None:
     assert not any(like_laxs(run, check_vma=check_vma).values())
 
 
+@pytest.mark.full
 def test_a_mapped_layer_is_in_kernels() -> None:
     def run(x: jax.Array, w: Arrays) -> jax.Array:
         return jax.vmap(forward(in_full, scan=True), (0, None))(x[:, None], w)[:, 0]
@@ -198,6 +199,7 @@ def test_a_sum_that_is_quicker_stays_one(monkeypatch: pytest.MonkeyPatch) -> Non
         assert not any(kernels.values())
 
 
+@pytest.mark.full
 def test_the_report_says_what_runs_in_a_kernel() -> None:
     with counted():
         on_devices(forward(in_full, scan=True))

@@ -280,6 +280,7 @@ def test_a_process_that_never_enters_is_named(doomed, how):
             assert "did not answer the roll call" in message
 
 
+@pytest.mark.full
 def test_a_dead_process_is_named(doomed):
     doomed.signal(1, signal.SIGKILL)
     others = [rank for rank in range(len(doomed)) if rank != 1]

@@ -233,6 +233,7 @@ def test_the_watch_for_preemption_does_not_disturb_the_end_of_the_process(args):
     assert "Traceback" not in ended.stderr
 
 
+@pytest.mark.full
 def test_without_the_preemption_service_there_is_an_error():
     ended = run_program(JAX_ENABLE_PREEMPTION_SERVICE="0")
     assert ended.returncode == 1

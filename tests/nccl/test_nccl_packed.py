@@ -80,6 +80,7 @@ def test_a_sum_is_in_the_order_of_the_ranks() -> None:
     np.testing.assert_array_equal(run(scatter, x), want)
 
 
+@pytest.mark.full
 def test_where_memory_is_not_reached_nccl_moves_it_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -190,6 +190,7 @@ def test_devices_of_which_each_is_a_slice_run_apart() -> None:
     assert "no two of its devices are in the same slice" in str(pc.fusion_counts())
 
 
+@pytest.mark.full
 def test_large_ones_run_apart_by_themselves() -> None:
     pod = Machine.named("v5e:16")
 

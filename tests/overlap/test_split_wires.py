@@ -143,6 +143,7 @@ def test_bad_input_is_refused_as_by_the_whole_call(by_nccl, error, rule, form, o
             on_devices(call, x)
 
 
+@pytest.mark.full
 def test_gradients_of_batches_within_checkpoints_and_scans(by_nccl):
     """A batch that is traced once before it is differentiated."""
     x = numbers((N, 2 * N, 96 * N, 3), "float32")

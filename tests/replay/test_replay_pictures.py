@@ -41,6 +41,7 @@ def test_a_trace_holds_every_copy_once_and_no_row_overlaps(tmp_path: Path) -> No
     assert all("modelled" in e["args"]["name"] for e in events if e["name"] == "process_name")
 
 
+@pytest.mark.full
 def test_pictures_show_what_happened(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")

@@ -81,6 +81,7 @@ def test_results_are_in_laxs_order_whatever_the_torus(
         assert {g.line for g in groups if g.axes == ("y",)} >= {True}
 
 
+@pytest.mark.full
 def test_index_groups_go_round_on_the_wires(groups: list[Group]) -> None:
     """They keep the numbers that lax gives their members; both have one order, the best for both.
 
@@ -153,6 +154,7 @@ def test_an_order_is_of_the_devices_of_the_mesh(
     assert {g.order for g in groups} == {None}  # lax's order is the ring
 
 
+@pytest.mark.full
 def test_a_torus_is_part_of_what_jit_remembers(groups: list[Group]) -> None:
     x = harness.random((8, 8, 128), "float32")
     run = harness.per_device(

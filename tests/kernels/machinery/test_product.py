@@ -79,6 +79,7 @@ def test_products_of_tiles_that_stick_out(keep: str, transposed: bool) -> None:
     np.testing.assert_array_equal(got, (x @ w + (term if adds else 0)) * 0.5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("columns", "every", "times"),
     [(768, 2, 3), *(pytest.param(*r, marks=pytest.mark.full) for r in ((640, 2, 2), (640, 5, 3)))],

@@ -374,6 +374,7 @@ def test_what_subcores_add_is_reckoned(name: str, sizes: dict[str, int], dtype: 
     assert reckoned == pytest.approx(us("bidirectional:sc"), rel=0.1)
 
 
+@pytest.mark.full
 def test_a_subcore_adds_beside_its_loads() -> None:
     """A sum of float32 loads each term; converting numbers takes more than loading them."""
     nothing = {"in_specs": P(), "out_specs": P(), "check_vma": False}

@@ -85,6 +85,7 @@ def test_sections_are_within_half_a_step(
     assert not harness.race_reported()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", ["on_wait", pytest.param("eager", marks=SLOW)])
 def test_blocks_go_in_quarters_where_their_tiles_allow_it(mode: str) -> None:
     x = terms(3, 8 * 128)
@@ -267,6 +268,7 @@ def test_faults_are_caught(
     assert wired_calls.shows(lambda: holds(x, gathered(x, mode=mode)))
 
 
+@pytest.mark.full
 def test_the_opposite_device_that_hears_from_neither_side_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -316,6 +318,7 @@ def test_it_takes_sixty_hundredths_of_its_time_in_bfloat16(
     assert replayed(pod, axes, mib, wire="int8").time <= most * replayed(pod, axes, mib).time
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "pod, axes, mib",
     [

@@ -88,6 +88,7 @@ CASES = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "op, mode",
     [("all_reduce", "on_wait"), pytest.param("reduce_scatter", "eager", marks=SLOW)],
@@ -106,6 +107,7 @@ def test_sums_are_within_the_bound(
     check(op, sizes, lines, harness.ADVERSARIES[mode])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "op, sizes, lines, mode",
     [pytest.param(*case, marks=() if k < 1 else SLOW) for k, case in enumerate(CASES)],
