@@ -31,6 +31,7 @@ def test_groups_are_those_of_rows(shape: tuple[int, ...], count: int, size: int)
     np.testing.assert_array_equal(cut.whole(groups), x)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wire", [Wire("int8"), Wire("int8", "row")], ids=str)
 def test_no_pass_over_whole_tiles_moves_numbers(wire: Wire) -> None:
     """By the compiler's cycles packing and unpacking take less than six copies of what is packed.

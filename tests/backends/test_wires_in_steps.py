@@ -60,6 +60,7 @@ def built(topology: str, rows: int, *, gradient: bool = False, **wires: Any) -> 
 SPARSECORE = "a SparseCore runs it beside products"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "topology, why",
     [

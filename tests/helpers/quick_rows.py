@@ -187,7 +187,9 @@ QUICK: dict[str, Covers] = {
     "test_launch::test_operands_are_on_their_way_to_vmem_while_others_are_waited_for": once,
     "test_layer_scan::test_it_equals_a_scan_over_gathered_weights": each("depth"),
     "test_layer_scan::test_weights_and_gradients_go_over_wires": only(backend=["xla"]),
+    "test_loops::test_a_kernel_is_told_where_products_alone_read_its_result": each("alone"),
     "test_loops::test_a_scatter_is_left_where_no_product_stands_behind_it": once,
+    "test_loops::test_turns_go_in_pairs_where_nothing_is_left_to_run_beside": once,
     "test_matmul_on_tpus::test_the_shorter_of_wire_and_product_is_hidden": each("name", "op"),
     "test_matmul_on_tpus::test_transformer_sizes_compile_to_the_kernel_alone": once,
     "test_matmul_on_tpus::test_weights_that_stay_in_vmem_compile": once,
@@ -255,6 +257,7 @@ QUICK: dict[str, Covers] = {
     "test_ragged_all_to_all::test_chunks_and_waves": once,
     "test_ragged_all_to_all::test_routings_of_one_program": only(algorithm=["direct"]),
     "test_ragged_all_to_all::test_slices_out_of_range_are_clipped_and_moved": once,
+    "test_ragged_all_to_all::test_tables_that_do_not_fit_are_refused": only(algorithm=["ring"]),
     "test_reach::test_no_kernel_writes_or_signals_beyond_reach": only(
         op=["all_gather", "all_to_all"], slices=[2]
     ),

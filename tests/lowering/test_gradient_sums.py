@@ -271,6 +271,7 @@ def lowered(program: Any, topology: str, side: int = 4096, rows: int = 16384) ->
         return jax.jit(mapped).lower(x, {"up": stack, "down": stack})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
 def test_products_run_beside_sums(topology: str) -> None:
     pytest.importorskip("libtpu", minversion=BARRIERS_SINCE)
@@ -280,6 +281,7 @@ def test_products_run_beside_sums(topology: str) -> None:
     assert len(beside) == 2 and min(beside) > 200_000
 
 
+@pytest.mark.full
 def test_xla_runs_its_own_sums_beside_products_on_7x() -> None:
     pytest.importorskip("libtpu", minversion=BARRIERS_SINCE)
     text = lowered(functools.partial(behind, FORWARD["remat"]), "tpu7x:2x2x1").compile().as_text()

@@ -313,6 +313,7 @@ def test_values_are_the_same_in_another_order(
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=off)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "topology", ["v6e:2x2", pytest.param("tpu7x:2x2x1", marks=pytest.mark.full)]
 )
