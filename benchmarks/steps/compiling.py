@@ -146,11 +146,16 @@ def lower(program: Program, devices: np.ndarray, under: str) -> Any:
 
 
 def _over(wire: str) -> Any:
-    """All of lax's functions that take a wire over this one, and their derivatives."""
-    functions = (f for f in catalogue.functions() if hasattr(lax, f))
-    ours = {f: inspect.signature(getattr(pallas_collectives, f)) for f in functions}
-    everywhere = {f: wire for f, signature in ours.items() if "wire" in signature.parameters}
-    return pallas_collectives.override_lax(wire=everywhere, wire_backward=everywhere)
+    """All of lax's functions that take a wire over this one, and derivatives that take one."""
+    functions = [f for f in catalogue.functions() if hasattr(lax, f)]
+
+    def everywhere(argument: str) -> dict[str, str]:
+        takes = (inspect.signature(getattr(pallas_collectives, f)).parameters for f in functions)
+        return {f: wire for f, names in zip(functions, takes, strict=True) if argument in names}
+
+    return pallas_collectives.override_lax(
+        **{argument: everywhere(argument) for argument in ("wire", "wire_backward")}
+    )
 
 
 def machine_of(topology: str, n_devices: int) -> Machine:

@@ -138,6 +138,23 @@ def test_products_of_a_step_that_are_fused(name: str, wanted: set[str]) -> None:
 
 
 @LIBTPU
+def test_a_step_over_a_wire_has_it_in_all_functions_and_derivatives_that_take_one() -> None:
+    def step(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gathered = jax.grad(lambda x: jnp.sin(lax.all_gather(x, "x", tiled=True)).sum())(x)
+        return gathered, lax.pmax(x, "x")
+
+    devices: Any = np.array(harness._topology("v6e:2x2").devices)
+    program = Program(step, (jax.ShapeDtypeStruct((4096, 1024), "float32"),), {"x": 4})
+    pc.reset_counts()
+    compiling.lower(program, devices, "int8")
+    found = {op: wire or why for op, wire, why in pc.wire_counts()}
+    assert found == {
+        **dict.fromkeys(("all_gather", "all_reduce"), "int8"),
+        "reduce_scatter": "a SparseCore runs it beside products",
+    }
+
+
+@LIBTPU
 def test_layers_whose_weights_are_arrays_of_their_own_are_summed_apart() -> None:
     devices: Any = np.array(harness._topology("v6e:2x2").devices)
     program = programs.named("benchmarks.steps.sums:data")(4, Form(gradient=True, unrolled=True))
