@@ -134,6 +134,7 @@ def test_a_turns_order_says_which_tokens_go_over_their_wire(
     assert {"", SPARSECORE} <= seen["all_gather"] | seen["psum_scatter"]
 
 
+@pytest.mark.full
 def test_what_a_wire_takes_is_what_its_ways_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a turn's model: on the core, on a SparseCore, and over the wire."""
     told = harness.results_of(collective_times, "on_either", monkeypatch)

@@ -180,6 +180,7 @@ def test_without_credits_some_schedule_has_a_race(monkeypatch: pytest.MonkeyPatc
     assert replayed("v5p:8x8x8", 2, races=True, wire="int8", algorithm="ring").races
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_compiles_for_every_generation(generation: str) -> None:
     wired_calls.check_exchange_compiled(

@@ -80,6 +80,7 @@ def test_of_a_kernels_results_the_smallest_is_joined() -> None:
     assert joined(4, 2.5, GATHERED) == joined(4, 2.5)
 
 
+@pytest.mark.full
 def test_a_sum_starts_behind_a_kernel_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the gradient for v5p, whose last products are in kernels."""
     pytest.importorskip("libtpu")

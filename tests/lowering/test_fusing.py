@@ -92,6 +92,7 @@ def test_gradients_are_in_kernels_too(layer: str, check_vma: bool) -> None:
     assert sum(kernels.values()) >= 3 and all(kernels.values())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("mode", harness.ADVERSARIES)
 @pytest.mark.usefixtures("quicker")

@@ -85,6 +85,7 @@ def test_xla_fuses_weights_gathers_with_products_and_not_with_kernels(
     assert turns_chosen(monkeypatch, "v5e:4x4", weighted) == "as written"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("topology, chosen", [("v5p:2x2x2", "kernels"), ("v6e:4x4", "as written")])
 def test_a_wire_is_taken_where_it_saves_more(
     topology: str, chosen: str, monkeypatch: pytest.MonkeyPatch

@@ -85,6 +85,7 @@ def test_loops_give_what_they_give_by_lax(loop: str, monkeypatch: pytest.MonkeyP
     assert [len(each.stacks) for each in found] == [2]  # of up and of down
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check_vma", [False, True], ids=["", "vma"])
 def test_a_backward_pass_reads_in_place_behind_barriers(
     check_vma: bool, monkeypatch: pytest.MonkeyPatch

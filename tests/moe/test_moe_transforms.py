@@ -80,6 +80,7 @@ def test_vmap(how: str, mapped: str) -> None:
         agree(got[:, b], dense(x[:, b], routing[:, b], weights[:, b], w))
 
 
+@pytest.mark.full
 @every
 def test_checkpoint_in_a_scan_keeps_nothing_and_differentiates(how: str) -> None:
     x, routing, weights, w = values()
