@@ -154,7 +154,7 @@ def _over(wire: str) -> Any:
         return {f: wire for f, names in zip(functions, takes, strict=True) if argument in names}
 
     return pallas_collectives.override_lax(
-        **{argument: everywhere(argument) for argument in ("wire", "wire_backward")}
+        wire=everywhere("wire"), wire_backward=everywhere("wire_backward")
     )
 
 
