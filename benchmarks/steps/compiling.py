@@ -150,8 +150,8 @@ def _over(wire: str) -> Any:
     functions = [f for f in catalogue.functions() if hasattr(lax, f)]
 
     def everywhere(argument: str) -> dict[str, str]:
-        takes = (inspect.signature(getattr(pallas_collectives, f)).parameters for f in functions)
-        return {f: wire for f, names in zip(functions, takes, strict=True) if argument in names}
+        takes = {f: inspect.signature(getattr(pallas_collectives, f)).parameters for f in functions}
+        return {f: wire for f, names in takes.items() if argument in names}
 
     return pallas_collectives.override_lax(
         wire=everywhere("wire"), wire_backward=everywhere("wire_backward")
