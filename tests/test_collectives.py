@@ -16,11 +16,7 @@ from jax.sharding import PartitionSpec as P
 import harness
 import pallas_collectives as pc
 from pallas_collectives import collectives
-from pallas_collectives.errors import (
-    CollectiveError,
-    UnboundAxisError,
-    UnservedError,
-)
+from pallas_collectives.errors import CollectiveError, UnboundAxisError, UnservedError
 
 OURS_ALONE = (
     *("backend", "algorithm", "precise", "order"),

@@ -147,10 +147,10 @@ def lower(program: Program, devices: np.ndarray, under: str) -> Any:
 
 def _over(wire: str) -> Any:
     """All of lax's functions that take a wire over this one, and derivatives that take one."""
-    functions = [f for f in catalogue.functions() if hasattr(lax, f)]
+    functions = (f for f in catalogue.functions() if hasattr(lax, f))
+    takes = {f: inspect.signature(getattr(pallas_collectives, f)).parameters for f in functions}
 
     def everywhere(argument: str) -> dict[str, str]:
-        takes = {f: inspect.signature(getattr(pallas_collectives, f)).parameters for f in functions}
         return {f: wire for f, names in takes.items() if argument in names}
 
     return pallas_collectives.override_lax(

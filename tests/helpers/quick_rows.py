@@ -29,13 +29,6 @@ def _rows(p: Parameters) -> Iterable[Hashable]:
     yield str(p["row"])
 
 
-def _in_either_space(p: Parameters) -> Iterable[Hashable]:
-    """Each algorithm in HBM or in VMEM, each space, and each value of all else."""
-    algorithm, _, space = p["algorithm"].partition(":")
-    others = ((name, str(value)) for name, value in p.items() if name not in ("algorithm", "case"))
-    return ((p["case"].op, algorithm), (p["case"].op, space), *others)
-
-
 def _recorded(p: Parameters) -> Iterable[Hashable]:
     """Each row of `conformance.py`, and each number of devices."""
     return p["key"].split(" ")[0], p["key"].split(" on ")[1]
