@@ -59,21 +59,20 @@ def override_lax(
     gathers on v5e; gathers and sums on 7x; and on v4 gathers that XLA puts in CMEM. It keeps large
     gathers of float32, of which XLA sends half the bytes where products read them; sums whose
     results a loop's turns only add up, which XLA runs once, behind the loop; on v5e and v6e sums by
-    name of 4 to 32 MiB, and there and on v4 exchanges between products, which XLA has in VMEM; and
-    what kernels cannot read as it lies and XLA would pad or move for them
-    (`backends.pallas.packing`). On GPUs it keeps gathers of weights with the sums of their
-    gradients, `psum` and permutes, of 4 MiB and more: XLA runs these beside compute, and NCCL's
-    calls of ours stop it. On v5p and v6e XLA would stop the core for them, and a SparseCore runs
-    our kernels that move much data. Of gathers it runs those of weights, which are asked for ahead,
-    and of sums these gathers' derivatives and those of gradients: a `psum` of what a scan has
-    stacked runs in its turns, as a psum_scatter and one all_gather behind them all, and of several
-    arrays each is summed where it is made (`lowering.gradient_sums`; on 7x by XLA). Products wait
-    for tokens' exchanges at once; a SparseCore runs those beside which a turn has other products,
-    as with `two_batch_overlap` (`lowering.order`). Or a gather of tokens and the products behind
-    it, or a product and the psum_scatter behind it, run in one kernel, and a psum of products as
-    that kernel and a gather, where a model of the chip says that this is quicker
-    (`lowering.fusing`).
-    `override_report()` says what was replaced, and why the rest was not.
+    name of 4 to 32 MiB, and on v6e exchanges between products, which XLA has in VMEM; and what
+    kernels cannot read as it lies and XLA would pad or move for them (`backends.pallas.packing`).
+    On GPUs it keeps gathers of weights with the sums of their gradients, `psum` and permutes, of 4
+    MiB and more: XLA runs these beside compute, and NCCL's calls of ours stop it. On v5p and v6e
+    XLA would stop the core for them, and a SparseCore runs our kernels that move much data. Of
+    gathers it runs those of weights, which are asked for ahead, and of sums these gathers'
+    derivatives and those of gradients: a `psum` of what a scan has stacked runs in its turns, as a
+    psum_scatter and one all_gather behind them all, and of several arrays each is summed where it
+    is made (`lowering.gradient_sums`; on 7x by XLA). Products wait for tokens' exchanges at once; a
+    SparseCore runs those beside which a turn has other products, as with `two_batch_overlap`
+    (`lowering.order`). Or a gather of tokens and the products behind it, or a product and the
+    psum_scatter behind it, run in one kernel, and a psum of products as that kernel and a gather,
+    where a model of the chip says that this is quicker (`lowering.fusing`). `override_report()`
+    says what was replaced, and why the rest was not.
 
     Args:
       everything: replace also what XLA would run beside compute; and run all on the TensorCore,
@@ -95,11 +94,11 @@ def override_lax(
         multiplies all.
       ahead: whether a turn of a scan (one iteration) may gather the weights that the next turn
         needs first, and leave the scatter of its last gradient to the next turn, where a SparseCore
-        runs these and their own turn has nothing to run beside them. This holds a second layer's
-        weights and gradients in memory; `override_report()` says which, and how much. Other
-        scatters on a SparseCore are kept under way until later products are done, gradients may be
-        summed in the turns that make them, and a turn may be put in another order. With False each
-        turn stays as it was written.
+        runs these, or XLA such gathers beside products (on v5e and 7x), and their own turn has
+        nothing to run beside them. This holds a second layer's weights and gradients in memory;
+        `override_report()` says which, and how much. Other scatters on a SparseCore are kept under
+        way until later products are done, gradients may be summed in the turns that make them, and
+        a turn may be put in another order. With False each turn stays as it was written.
 
     Raises:
       CollectiveError: a name that is not a collective's, or a flag that is not True or False.

@@ -8,14 +8,7 @@ import jax
 
 from pallas_collectives import catalogue
 from pallas_collectives.backends import counters, fastest, ordered
-from pallas_collectives.backends.plans import (
-    IN_PAIRS,
-    IS_AHEAD,
-    IS_BEHIND,
-    Candidate,
-    How,
-    KernelPlan,
-)
+from pallas_collectives.backends.plans import Candidate, How, KernelPlan
 from pallas_collectives.errors import AlgorithmError
 from pallas_collectives.kernels.machinery import entry, sparsecore
 from pallas_collectives.kernels.machinery import launch as kernels
@@ -96,7 +89,7 @@ def choose(
         op=op,
         backend="pallas",
         algorithm=name,
-        why=f"{why}{_turn(how, kept)}",
+        why=f"{why}{how.told_turn(kept)}",
         record=algorithm,
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",
@@ -141,13 +134,3 @@ def _no_algorithm(name: object, op: str, how: How, able: Iterable[str]) -> Algor
         f"it must be one of {', '.join(able)}, alone or with ':vmem', ':hbm' or ':sc' behind it",
         "name one of them, or 'auto' to have it chosen",
     )
-
-
-def _turn(how: How, kept: int) -> str:
-    """Which turn of a loop begins it, and how much memory that takes."""
-    more = f", which keeps {kept / 2**20:.1f} MiB more"
-    if how.ahead == IS_AHEAD:
-        return f"; a loop's turn asks for it for the next one{more}"
-    if how.ahead == IN_PAIRS:
-        return f"; a loop's turn asks for it for the next one{more}, and a second turn's values"
-    return f"; a loop's turn leaves it to the next one{more}" if how.ahead == IS_BEHIND else ""

@@ -114,6 +114,15 @@ class How:
             algorithm = None
         return dataclasses.replace(self, wire=back, algorithm=algorithm)
 
+    def told_turn(self, kept: int) -> str:
+        """Which turn of a loop begins it, and how many bytes more that keeps; "" if its own."""
+        more = f", which keeps {kept / 2**20:.1f} MiB more"
+        if self.ahead == IS_AHEAD:
+            return f"; a loop's turn asks for it for the next one{more}"
+        if self.ahead == IN_PAIRS:
+            return f"; a loop's turn asks for it for the next one{more}, and a second turn's values"
+        return f"; a loop's turn leaves it to the next one{more}" if self.ahead == IS_BEHIND else ""
+
     @property
     def once_more_mapped(self) -> "How":
         """Options of the call under one more vmap."""

@@ -1,9 +1,10 @@
 """What a loop's turn needs first, asked for in the turn before; what it makes last, summed behind.
 
 XLA keeps the turns of a loop apart: what a turn starts it ends. So of the gathers of a layer's
-weights, those that its first products need have nothing beside them, though a SparseCore could run
-them beside the products of the layer before; and in a backward pass the scatter of the gradient
-that a turn makes last has nothing left to run beside, though the next turn has:
+weights, those that its first products need have nothing beside them, though a SparseCore, or XLA
+itself on v5e and 7x, could run them beside the products of the layer before; and in a backward pass
+the scatter of the gradient that a turn makes last has nothing left to run beside, though the next
+turn has:
 
     turn      gathers                                         computes   scatters gradients
     (before)  the first weights of layer 0

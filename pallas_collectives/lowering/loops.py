@@ -165,6 +165,24 @@ class Loop:
         """The same; 0 of what is left to the core."""
         return {s: 0.0 if s in self.crowded_out else there for s, there in self._away.items()}
 
+    @functools.cached_property
+    def _beside(self) -> dict[Step, float]:
+        """What gathers take beside products: on a SparseCore, or by XLA.
+
+        XLA puts v5e's into fusions with products. One whose weights a turn reads twice, as in a
+        backward pass, it then carries on in all that lie between, which takes longer: by `step`,
+        `fsdp` with its gradient took 286.2 ms for v5e:4x4, for 271.9.
+        """
+        chip = chips.current()
+        once = overlaps.engine("all_gather", chip.name) == overlaps.IN_FUSIONS
+        found = {}
+        for step in self.steps:
+            if (how := step.how) is not None:
+                by_xla = how.beside and not (once and len(self._uses(step)) > 1)
+                here = collective_times.beside_by_xla(step, chip) if by_xla else 0.0
+                found[step] = self._takes[step] or here
+        return found
+
     @property
     def gathering(self) -> float:
         """What the gathers of weights take on a SparseCore."""
@@ -230,19 +248,18 @@ class Loop:
         return order.best(self.steps, tokens, weights, chip) if tokens else None
 
     def early(self) -> list[Step]:
-        """The gathers to ask for a turn ahead."""
-        chip = chips.current()
-        found, busy = [], 0.0
-        *elapsed, total = self.elapsed(chip)
+        """The gathers to ask for a turn ahead: products before their use would hide less than half.
+
+        Nothing hides those of the first turn. The first that is needed comes first.
+        """
+        *elapsed, total = self.elapsed(chips.current())
         gathers = [(elapsed[self._uses(s)[0]], s) for s in self.steps if s.how]
-        for needed, step in sorted(gathers, key=lambda pair: pair[0]):
-            takes, waits = self._takes[step], total > needed
-            waits = waits and busy + takes > needed and not self._is_kept(step)
-            if takes and waits and self.of_xs([step]):
-                found.append(step)
-            else:
-                busy += takes
-        return found
+        bare = [
+            step
+            for needed, step in sorted(gathers, key=lambda pair: pair[0])
+            if needed < total and 2 * needed / turns.COUNTED < self._beside[step]
+        ]
+        return [step for step in bare if not self._is_kept(step) and self.of_xs([step])]
 
     def goes_in_pairs(self, early: Iterable[Step]) -> bool:
         """Whether two turns are to be one turn of the loop, for what is asked for ahead.
@@ -251,7 +268,7 @@ class Loop:
         begins behind the last product that reads this. Two turns in one have a place for each.
         """
         ends = self.elapsed(chips.current())
-        read = sorted((ends[self._uses(step)[-1] + 1], self._takes[step]) for step in early)
+        read = sorted((ends[self._uses(step)[-1] + 1], self._beside[step]) for step in early)
         busy = 0.0
         for begins, takes in read:
             busy = max(begins, busy) + takes

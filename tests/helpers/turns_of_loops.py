@@ -27,8 +27,9 @@ def whole(w: jax.Array) -> jax.Array:
 
 
 def asked(says: str = SAYS) -> int:
-    """How many collectives of the last context another turn begins."""
-    return sum(line.times for line in pc.override_report().replaced if says in line.why)
+    """How many collectives of the last context another turn begins, kernels or lax's."""
+    report = pc.override_report()
+    return sum(line.times for line in (*report.replaced, *report.left) if says in line.why)
 
 
 def meanwhile(loop: schedule.Loop, op: str) -> list[int]:

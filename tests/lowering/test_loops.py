@@ -103,6 +103,12 @@ def of_carry(x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.tanh(jnp.tanh(x @ whole(moved)) @ jnp.ones((4096, 4096), x.dtype))
 
 
+def read_again(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Weights that two products read, as a backward pass reads them."""
+    gathered = whole(w)
+    return jnp.tanh(jnp.tanh(jnp.tanh(x @ gathered) @ jnp.ones((4096, 4096), x.dtype)) @ gathered)
+
+
 def over(body: Any) -> Any:
     return lambda x, w: lax.scan(lambda x, w: (body(x, w), None), x, w)[0]
 
@@ -141,7 +147,11 @@ def over_updates(x: jax.Array, w: jax.Array) -> Any:
         (over(and_after), "v6e:2x2", 4, {"ahead": False}, 0),
         (over(and_after), "v6e:2x2", 4, {"everything": True}, 0),
         (over(and_after), "v6e:2x2", 1, {}, 0),
-        (over(and_after), "v5e:2x2", 4, {}, 0),
+        (over(and_after), "v5e:2x2", 4, {}, 1),  # by lax, beside products as in its turn
+        (over(and_after), "v5e:2x2", 4, {"ahead": False}, 0),
+        (over(and_after), "v5e:2x2", 4, {"everything": True}, 0),
+        (over(read_again), "v5e:2x2", 4, {}, 0),
+        (over(read_again), "v6e:2x2", 4, {}, 1),
         (over(before_and_after), "v6e:2x2", 4, {}, 0),
         (over(of_carry), "v6e:2x2", 4, {}, 0),
         (over_consts, "v6e:2x2", 4, {}, 0),
@@ -154,6 +164,10 @@ def over_updates(x: jax.Array, w: jax.Array) -> Any:
         "forced",
         "one layer",
         "v5e",
+        "v5e, off",
+        "v5e, forced",
+        "v5e, read again",
+        "read again",
         "hidden",
         "of the carry",
         "of consts",

@@ -78,8 +78,9 @@ class View:
             high = _high(rows)
             tiles = y.reshape(*before, rows // high, columns // LANES, high, LANES)
             y = jnp.swapaxes(tiles, -3, -2)
-            y = (_as_they_lie(y) if pinned else y).reshape(shape)
-            y = lax.optimization_barrier(y)  # or XLA copies what a backward pass adds, twice
+            if pinned:
+                return _as_they_lie(y).reshape(shape)
+            y = lax.optimization_barrier(y.reshape(shape))  # or a backward pass copies sums, twice
         return y.reshape(shape)
 
 
