@@ -94,11 +94,12 @@ def override_lax(
         multiplies all.
       ahead: whether a turn of a scan (one iteration) may gather the weights that the next turn
         needs first, and leave the scatter of its last gradient to the next turn, where a SparseCore
-        runs these, or XLA such gathers beside products (on v5e and 7x), and their own turn has
-        nothing to run beside them. This holds a second layer's weights and gradients in memory;
-        `override_report()` says which, and how much. Other scatters on a SparseCore are kept under
-        way until later products are done, gradients may be summed in the turns that make them, and
-        a turn may be put in another order. With False each turn stays as it was written.
+        runs these, or XLA such gathers beside products (on 7x, and on v5e what a turn reads once),
+        and their own turn has little to run beside them. This holds a second layer's weights and
+        gradients in memory; `override_report()` says which, and how much. Other scatters on a
+        SparseCore are kept under way until later products are done, gradients may be summed in the
+        turns that make them, and a turn may be put in another order. With False each turn stays as
+        it was written.
 
     Raises:
       CollectiveError: a name that is not a collective's, or a flag that is not True or False.

@@ -133,7 +133,8 @@ def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool
         why = overlaps.by_xla_on_gpus(name, brought, how.awaited)
         return why or overlaps.counted_by_xla_on_gpus(name, brought), bool(why)
     if why := overlaps.by_xla(name, chip):
-        return f"{why}{how.told_turn(brought)}", True
+        kept = brought // dtype.itemsize * args[0].dtype.itemsize  # as it is, whatever travels
+        return f"{why}{how.told_turn(kept)}", True
     if how.awaited and (why := overlaps.of_tokens(name, brought, chip)):
         return why, False
     if name == "all_gather" and how.awaited is not None:

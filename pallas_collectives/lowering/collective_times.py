@@ -27,14 +27,25 @@ from pallas_collectives.tuning import overlaps
 def under_way(step: Step, chip: chips.Chip) -> float:
     """What a gather or scatter takes on a SparseCore (modelled); 0 if it does not run there."""
     assert step.eqn is not None
-    brought = _compat.type_of(step.eqn.outvars[0])
-    dtype = wire_choice.moved_dtype(step.eqn.params["how"], brought.dtype)
-    if step.how and overlaps.for_its_reader(brought.size * dtype.itemsize, dtype, chip):
-        return 0.0
-    if overlaps.by_xla(questions.collective_of(step.eqn), chip):
+    if _for_its_reader(step, chip) or overlaps.by_xla(questions.collective_of(step.eqn), chip):
         return 0.0
     found = _decided(step)
     return (found.us or 0.0) * 1e-6 if found and found.on_sparsecore else 0.0
+
+
+def ahead_by_xla(step: Step, chip: chips.Chip) -> float:
+    """What a gather takes that XLA may run beside products of the turn before; 0 for others."""
+    beside = step.how is not None and step.how.beside
+    return beside_by_xla(step, chip) if beside and not _for_its_reader(step, chip) else 0.0
+
+
+def _for_its_reader(step: Step, chip: chips.Chip) -> str:
+    """Why lax keeps a gather right before what reads it; "" where it need not, and for sums."""
+    assert step.eqn is not None
+    brought = _compat.type_of(step.eqn.outvars[0])
+    dtype = wire_choice.moved_dtype(step.eqn.params["how"], brought.dtype)
+    nbytes = brought.size * dtype.itemsize
+    return overlaps.for_its_reader(nbytes, dtype, chip) if step.how else ""
 
 
 def on_core(step: Step) -> float:

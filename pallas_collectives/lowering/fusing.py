@@ -283,7 +283,7 @@ class _Turn:
         in_slices = [self._slices.of(p.w, p.types[1]) for p in products]
         reads_in_place = _on_tpus(eqn) and not joined and None not in in_slices
         chip, moved = chips.current(), _tokens(eqn)
-        near = _on_tpus(eqn) and overlaps.of_tokens("all_gather", moved, chip)
+        near = _on_tpus(eqn) and overlaps.tokens_in_vmem(moved, chip)
         if near and not reads_in_place:
             return None
         kernel = _kernel(eqn, products, xs, keeps=keeps)

@@ -1,11 +1,12 @@
 """What a loop's turn can ask for in the turn before, and what it can leave to the one behind.
 
 A gather can be asked for so where its operand is a part of the scan's `xs`: nothing that the turn
-before computes. It is where a SparseCore runs it, and the products before its first use take less
-time than it does (modelled); the others find enough beside them within their turn. A scatter can be
-left for the next turn where its result goes to the scan's stacked results alone. It is where a
-SparseCore runs it, the products behind it take less time than what is then under way (modelled),
-and what all turns would wait is more than the last one's scatter takes, which has nothing beside.
+before computes. It is where a SparseCore runs it, or XLA beside products, and the products before
+its first use would hide less than half of it (modelled); the others find enough beside them within
+their turn. A scatter can be left for the next turn where its result goes to the scan's stacked
+results alone. It is where a SparseCore runs it, the products behind it take less time than what is
+then under way (modelled), and what all turns would wait is more than the last one's scatter takes,
+which has nothing beside.
 """
 
 import dataclasses
@@ -107,12 +108,16 @@ class Loop:
         """
         if (length := self.params["length"]) == 1 or 1 < self.params["unroll"] < length:
             return self
-        added_up = [s for s in self.steps if s.adds and all(self._adds_up(s, x) for x in s.writes)]
-        if not added_up or self.goes_in_pairs(self.early()):
+        if not self._added_up or self.goes_in_pairs(self.early()):
             return self
         by_lax = turns.by_lax(ADDED_UP) | {"fuses": False}
-        steps = [turns.asking(s, **by_lax) if s in added_up else s for s in self.steps]
+        steps = [turns.asking(s, **by_lax) if s in self._added_up else s for s in self.steps]
         return dataclasses.replace(self, steps=steps)
+
+    @functools.cached_property
+    def _added_up(self) -> list[Step]:
+        """The sums whose results turns only add up."""
+        return [s for s in self.steps if s.adds and all(self._adds_up(s, x) for x in s.writes)]
 
     def _adds_up(self, step: Step, total: int) -> bool:
         """Whether a step's result, as it is or converted, goes to a sum in the carry alone."""
@@ -175,13 +180,16 @@ class Loop:
         """
         chip = chips.current()
         once = overlaps.engine("all_gather", chip.name) == overlaps.IN_FUSIONS
-        found = {}
-        for step in self.steps:
-            if (how := step.how) is not None:
-                by_xla = how.beside and not (once and len(self._uses(step)) > 1)
-                here = collective_times.beside_by_xla(step, chip) if by_xla else 0.0
-                found[step] = self._takes[step] or here
-        return found
+        return {
+            step: self._takes[step]
+            or (
+                0.0
+                if once and len(self._uses(step)) > 1
+                else collective_times.ahead_by_xla(step, chip)
+            )
+            for step in self.steps
+            if step.how
+        }
 
     @property
     def gathering(self) -> float:
@@ -248,25 +256,34 @@ class Loop:
         return order.best(self.steps, tokens, weights, chip) if tokens else None
 
     def early(self) -> list[Step]:
-        """The gathers to ask for a turn ahead: products before their use would hide less than half.
+        """The gathers to ask for a turn ahead: their own turn would hide less than half of them.
 
-        Nothing hides those of the first turn. The first that is needed comes first.
+        On a SparseCore one runs behind the other. Nothing hides those of the first turn, which must
+        be less than all turns save.
         """
-        *elapsed, total = self.elapsed(chips.current())
+        *elapsed, total = (each / turns.COUNTED for each in self.elapsed(chips.current()))
         gathers = [(elapsed[self._uses(s)[0]], s) for s in self.steps if s.how]
-        bare = [
-            step
-            for needed, step in sorted(gathers, key=lambda pair: pair[0])
-            if needed < total and 2 * needed / turns.COUNTED < self._beside[step]
-        ]
-        return [step for step in bare if not self._is_kept(step) and self.of_xs([step])]
+        found, busy = [], 0.0
+        for needed, step in sorted(gathers, key=lambda pair: pair[0]):
+            takes = self._beside[step]
+            hidden = min(takes, max(0.0, needed - busy))
+            saves = self.params["length"] * (min(takes, total) - hidden)
+            asks = needed < total and 2 * hidden < takes < saves
+            if asks and not self._is_kept(step) and self.of_xs([step]):
+                found.append(step)
+            else:
+                busy += self._takes[step]
+        return found
 
     def goes_in_pairs(self, early: Iterable[Step]) -> bool:
         """Whether two turns are to be one turn of the loop, for what is asked for ahead.
 
         What is brought for the next turn has the place of what was brought for this one, so XLA
         begins behind the last product that reads this. Two turns in one have a place for each.
+        Where XLA runs them, and the sums that turns only add up, it sums once behind plain turns.
         """
+        if self._added_up and not all(map(self._takes.get, early)):
+            return False
         ends = self.elapsed(chips.current())
         read = sorted((ends[self._uses(step)[-1] + 1], self._beside[step]) for step in early)
         busy = 0.0

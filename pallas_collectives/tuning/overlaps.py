@@ -60,14 +60,8 @@ _BESIDE_ON_GPUS: dict[str, tuple[bool | None, ...]] = {
 # XLA puts there.
 NEAR = 32 << 20
 
-# Chips in whose VMEM XLA keeps exchanges between products, of from so many bytes to fewer than so
-# many.
-_TOKENS_IN_VMEM = {
-    ("all_gather", "v6e"): (0, NEAR),
-    ("reduce_scatter", "v6e"): (NEAR // 4, NEAR // 2),
-    ("all_gather", "v5e"): (0, NEAR),
-    ("all_gather", "7x"): (0, NEAR),
-}
+# Chips in whose VMEM XLA keeps less than `NEAR` of tokens between products.
+_TOKENS_IN_VMEM = "v5e", "v6e", "7x"
 
 # Chips in whose VMEM XLA keeps what products have made and it sums.
 _SUMS_IN_VMEM = "v5e", "v6e"
@@ -143,20 +137,25 @@ def for_its_reader(nbytes: int, dtype: DType, chip: Chip) -> str:
 def of_tokens(op: str, nbytes: int, chip: Chip) -> str:
     """Why lax keeps an exchange of some tokens, between products; "" where it need not.
 
-    Gathers of fewer than 32 MiB stand so beside kernels of products that copy weights
-    (`lowering.in_place` says which do not): by `step`, forward, a layer whose tokens are gathered
-    before its products and whose sum is scattered behind them, four times on v6e:4x4, of weights of
-    32 MiB, takes by lax and by such kernels, in us, of 512 tokens 459 and 513, of 2048 1559 and
-    1636. On 7x they take 1821 of 2048 tokens, for 1552.
-
-    Scatters: there lax scatters 8 MiB, with products whose operands it has in VMEM, in 919 us, for
-    1095 by kernels; but 4 MiB in 597 for 514. On v5e and v4 kernels take less, of 4 to 32 MiB:
-    `benchmarks.steps.two_batches:tensor` 7.5 ms for 8.7 on v5e:4x4, 18.5 for 20.9 on v4:2x2x1.
+    By `step`, forward, of a layer whose tokens are gathered before its products and whose sum is
+    scattered behind them, four times on v6e:4x4, of weights of 32 MiB: products whose operands XLA
+    has in VMEM and scatters of 8 MiB take 919 us, with kernels that scatter 1095; of 4 MiB 597 and
+    514. On v5e and v4 kernels take less, of 4 to 32 MiB: `benchmarks.steps.two_batches:tensor`
+    7.5 ms for 8.7 on v5e:4x4, 18.5 for 20.9 on v4:2x2x1.
     """
-    least, most = _TOKENS_IN_VMEM.get((op, chip.name), (0, 0))
-    if not least <= nbytes < most:
+    kept = {"all_gather": nbytes < NEAR, "reduce_scatter": NEAR // 4 <= nbytes < NEAR // 2}
+    if chip.name != "v6e" or not kept.get(op):
         return ""
     return f"XLA has {op} of tokens in {chip.name}'s VMEM, nearer than HBM to products"
+
+
+def tokens_in_vmem(nbytes: int, chip: Chip) -> bool:
+    """Whether XLA has so few bytes of tokens nearer to products than kernels, which have HBM.
+
+    By `step`, forward, that layer takes by lax and by kernels that copy weights, in us, of 512
+    tokens 459 and 513 on v6e:4x4, of 2048 1559 and 1636; of 2048 on 7x 1552 and 1821.
+    """
+    return chip.name in _TOKENS_IN_VMEM and nbytes < NEAR
 
 
 def for_its_maker(nbytes: int, chip: Chip) -> str:

@@ -15,7 +15,8 @@ from jax.sharding import PartitionSpec as P
 
 import harness
 import pallas_collectives as pc
-from pallas_collectives.lowering import loops
+from pallas_collectives.lowering import collective_times, loops
+from pallas_collectives.tuning import overlaps
 from turns_of_loops import LEAVES, asked, fake, whole
 
 Arrays = dict[str, Any]
@@ -198,6 +199,21 @@ def test_what_lax_keeps_of_a_turn_has_lax_bits(name: str, monkeypatch: pytest.Mo
     with pc.override_lax():
         got = derived(RUNS[name], False)
     assert any(loops.NO_PRODUCTS in line.why for line in pc.override_report().left)
+    jax.tree.map(np.testing.assert_array_equal, got, by_lax)
+
+
+@pytest.mark.parametrize("name", ["reverse=False, unroll=1", "reverse=True, unroll=2", "custom"])
+def test_gathers_by_lax_are_asked_for_ahead_to_the_bit(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where XLA runs each collective beside products, as long as three of them."""
+    by_lax = derived(RUNS[name], False)
+    fake(0.0, monkeypatch)
+    monkeypatch.setattr(collective_times, "beside_by_xla", lambda step, chip: 3.0)
+    monkeypatch.setattr(overlaps, "by_xla", lambda op, chip: "XLA runs it")
+    with pc.override_lax():
+        got = derived(RUNS[name], False)
+    assert asked() and not pc.override_report().replaced
     jax.tree.map(np.testing.assert_array_equal, got, by_lax)
 
 

@@ -152,6 +152,20 @@ def test_products_apart_take_their_turn_of_the_stack(monkeypatch: pytest.MonkeyP
     assert like_laxs(forward(one, scan=True)) == {"gathers": 0, "scatters": 0}
 
 
+def left_apart(x: jax.Array, w: Arrays) -> jax.Array:
+    """Another product reads what a kernel reads."""
+    return one(x, w) + jnp.mean(x @ w["up"], -1, keepdims=True)
+
+
+@pytest.mark.parametrize("topology, stacks", [("v5p:2x2x2", 1), ("v6e:2x4", 2)])
+def test_v5p_copies_what_xlas_products_read_too(
+    topology: str, stacks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = harness.results_of(in_place, "read_in_place", monkeypatch)
+    lowered(topology, forward(left_apart, scan=True))
+    assert [len(each.stacks) for each in found] == [stacks]
+
+
 def slices_written(text: str) -> list[str]:
     """Instructions of a compiled program that write weights of one turn of `lowered`'s layers."""
     shapes = "bf16[4096,2048]", "bf16[2048,4096]", "bf16[1,4096,2048]", "bf16[1,2048,4096]"
