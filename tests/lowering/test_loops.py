@@ -58,7 +58,7 @@ def traced(turn: Any, weights: int, begin: Callable[[Any], Any] = lambda x: x) -
 def test_gathers_are_asked_for_ahead_of_which_their_turn_hides_less_than_half(
     takes: float, ahead: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three that are needed behind one product, which runs one behind the other."""
+    """One product stands before the gathers, one or three, which run one behind the other."""
     fake(takes, monkeypatch)
 
     def turn(x: jax.Array, weights: Any) -> Any:
