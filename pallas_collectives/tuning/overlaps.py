@@ -152,8 +152,8 @@ def of_tokens(op: str, nbytes: int, chip: Chip) -> str:
 def tokens_in_vmem(nbytes: int, chip: Chip) -> bool:
     """Whether XLA has so few bytes of tokens nearer to products than kernels, which have HBM.
 
-    By `step`, forward, that layer takes by lax and by kernels that copy weights, in us, of 512
-    tokens 459 and 513 on v6e:4x4, of 2048 1559 and 1636; of 2048 on 7x 1552 and 1821.
+    By `step`, forward, the layer of `of_tokens` takes by lax and by kernels that copy weights, in
+    us, of 512 tokens 459 and 513 on v6e:4x4, of 2048 1559 and 1636; of 2048 on 7x 1552 and 1821.
     """
     return chip.name in _TOKENS_IN_VMEM and nbytes < NEAR
 
