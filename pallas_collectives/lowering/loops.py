@@ -62,6 +62,7 @@ class Loop:
     gathers: dict[int, Step] = dataclasses.field(default_factory=dict)  # behind all turns, by y
     in_place: dict[int, int] = dataclasses.field(default_factory=dict)  # all turns' x, by x
     turn: int | None = None  # which it is, int32[1], where kernels read those
+    apart: bool = False  # whether no two turns may be one: XLA sums behind them all
 
     @classmethod
     def of(cls, params: dict[str, Any], count: int) -> "Loop":
@@ -108,16 +109,14 @@ class Loop:
         """
         if (length := self.params["length"]) == 1 or 1 < self.params["unroll"] < length:
             return self
-        if not self._added_up or self.goes_in_pairs(self.early()):
+        added_up = [s for s in self.steps if s.adds and all(self._adds_up(s, x) for x in s.writes)]
+        early = self.early()
+        ours = all(map(self._takes.get, early))  # XLA's own gathers are worth less than its one sum
+        if not added_up or (ours and self.goes_in_pairs(early)):
             return self
         by_lax = turns.by_lax(ADDED_UP) | {"fuses": False}
-        steps = [turns.asking(s, **by_lax) if s in self._added_up else s for s in self.steps]
-        return dataclasses.replace(self, steps=steps)
-
-    @functools.cached_property
-    def _added_up(self) -> list[Step]:
-        """The sums whose results turns only add up."""
-        return [s for s in self.steps if s.adds and all(self._adds_up(s, x) for x in s.writes)]
+        steps = [turns.asking(s, **by_lax) if s in added_up else s for s in self.steps]
+        return dataclasses.replace(self, steps=steps, apart=True)
 
     def _adds_up(self, step: Step, total: int) -> bool:
         """Whether a step's result, as it is or converted, goes to a sum in the carry alone."""
@@ -180,16 +179,12 @@ class Loop:
         """
         chip = chips.current()
         once = overlaps.engine("all_gather", chip.name) == overlaps.IN_FUSIONS
-        return {
-            step: self._takes[step]
-            or (
-                0.0
-                if once and len(self._uses(step)) > 1
-                else collective_times.ahead_by_xla(step, chip)
-            )
-            for step in self.steps
-            if step.how
-        }
+
+        def by_xla(step: Step) -> float:
+            able = not once or len(self._uses(step)) == 1
+            return collective_times.ahead_by_xla(step, chip) if able else 0.0
+
+        return {step: self._takes[step] or by_xla(step) for step in self.steps if step.how}
 
     @property
     def gathering(self) -> float:
@@ -280,9 +275,8 @@ class Loop:
 
         What is brought for the next turn has the place of what was brought for this one, so XLA
         begins behind the last product that reads this. Two turns in one have a place for each.
-        Where XLA runs them, and the sums that turns only add up, it sums once behind plain turns.
         """
-        if self._added_up and not all(map(self._takes.get, early)):
+        if self.apart:
             return False
         ends = self.elapsed(chips.current())
         read = sorted((ends[self._uses(step)[-1] + 1], self._beside[step]) for step in early)

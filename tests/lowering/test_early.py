@@ -98,5 +98,5 @@ def test_turns_stay_apart_where_xla_sums_once_what_they_add_up(
     ):
         fake(there, monkeypatch)
         monkeypatch.setattr(collective_times, "beside_by_xla", lambda *_, of=by_xla: of)
-        loop = traced(turn, 1, begin=lambda x, count=totals: (x, *[x] * count))
+        loop = traced(turn, 1, begin=lambda x, count=totals: (x, *[x] * count)).summed_once()
         assert loop.goes_in_pairs([step for step in loop.steps if step.how]) == pairs
