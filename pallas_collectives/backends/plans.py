@@ -118,10 +118,10 @@ class How:
         """Which turn of a loop begins it, and how many bytes more that keeps; "" if its own."""
         more = f", which keeps {kept / 2**20:.1f} MiB more"
         if self.ahead == IS_AHEAD:
-            return f"; a loop's turn asks for it for the next one{more}"
+            return f"a loop's turn asks for it for the next one{more}"
         if self.ahead == IN_PAIRS:
-            return f"; a loop's turn asks for it for the next one{more}, and a second turn's values"
-        return f"; a loop's turn leaves it to the next one{more}" if self.ahead == IS_BEHIND else ""
+            return f"a loop's turn asks for it for the next one{more}, and a second turn's values"
+        return f"a loop's turn leaves it to the next one{more}" if self.ahead == IS_BEHIND else ""
 
     @property
     def once_more_mapped(self) -> "How":
@@ -168,6 +168,7 @@ class Plan:
       backend: one of `NAMES`.
       algorithm: its name, with the memory space behind it; None where the backend itself chooses.
       why: in a sentence; where lax serves, what no other backend can, and "" if lax was named.
+      turn: as `How.told_turn` says.
       candidates: all algorithms that were compared, the fastest first; empty where the caller named
         this one.
       beside: whether lax serves because XLA runs the collective beside compute.
@@ -181,6 +182,7 @@ class Plan:
     backend: str
     algorithm: str | None = None
     why: str = ""
+    turn: str = ""
     candidates: tuple[Candidate, ...] = ()
     beside: bool = False
     nbytes: int = 0

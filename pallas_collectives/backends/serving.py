@@ -86,7 +86,8 @@ def _served(
             if how.strict:
                 raise
             how = dataclasses.replace(how, backend="xla", fallback=str(error))
-    plan = Plan(op=op, backend="xla", why=how.fallback, beside=beside)
+    turn = how.told_turn(_brought(op, args[0], params)) if beside else ""
+    plan = Plan(op=op, backend="xla", why=how.fallback, turn=turn, beside=beside)
     if how.wire is not None or (how.order is not None and _adds(op)):
         result = run(op, how, *args, **params)  # raises what lax cannot mend, and then serves not
         note(plan)
@@ -128,13 +129,12 @@ def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool
         return "", False
     name, chip = catalogue.primitives()[op][0].name, chips.current()
     dtype = wire_choice.moved_dtype(how, args[0].dtype)
-    brought = args[0].size * dtype.itemsize * (params["axis_size"] if name == "all_gather" else 1)
+    brought = _brought(op, jax.ShapeDtypeStruct(args[0].shape, dtype), params)
     if how.backend == "nccl":
         why = overlaps.by_xla_on_gpus(name, brought, how.awaited)
         return why or overlaps.counted_by_xla_on_gpus(name, brought), bool(why)
     if why := overlaps.by_xla(name, chip):
-        kept = brought // dtype.itemsize * args[0].dtype.itemsize  # as it is, whatever travels
-        return f"{why}{how.told_turn(kept)}", True
+        return why, True
     if how.awaited and (why := overlaps.of_tokens(name, brought, chip)):
         return why, False
     if name == "all_gather" and how.awaited is not None:
@@ -142,6 +142,12 @@ def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool
     if name == "all_reduce" and how.awaited and _adds(op):
         return overlaps.for_its_maker(brought, chip), False
     return "", False
+
+
+def _brought(op: str, x: Any, params: dict[str, Any]) -> int:
+    """Bytes of the result of a collective whose operand is of x's shape and dtype."""
+    gathers = catalogue.primitives()[op][0].name == "all_gather"
+    return int(x.size * x.dtype.itemsize * (params["axis_size"] if gathers else 1))
 
 
 def _adds(op: str) -> bool:

@@ -17,7 +17,7 @@ import harness
 import pallas_collectives as pc
 from pallas_collectives.lowering import collective_times, loops
 from pallas_collectives.tuning import overlaps
-from turns_of_loops import LEAVES, asked, fake, whole
+from turns_of_loops import LEAVES, SAYS, asked, fake, whole
 
 Arrays = dict[str, Any]
 
@@ -215,6 +215,22 @@ def test_gathers_by_lax_are_asked_for_ahead_to_the_bit(
         got = derived(RUNS[name], False)
     assert asked() and not pc.override_report().replaced
     jax.tree.map(np.testing.assert_array_equal, got, by_lax)
+
+
+def test_of_a_gather_over_a_wire_the_report_says_whose_it_is_and_of_which_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cast to bfloat16 it is still one that XLA runs beside products, so lax keeps it."""
+    fake(0.0, monkeypatch)
+    monkeypatch.setattr(collective_times, "beside_by_xla", lambda step, chip: 3.0)
+    monkeypatch.setattr(overlaps, "by_xla", lambda op, chip: "XLA runs it")
+    specs = P("x"), P(None, "x")
+    run = jax.shard_map(scanned(layer), mesh=harness.mesh(2), in_specs=specs, out_specs=P("x"))
+    with pc.override_lax(wire={"all_gather": "bfloat16"}):
+        jax.jit(run).lower(*arrays(side=1024))
+    said = [line.why for line in pc.override_report().left if SAYS in line.why]
+    assert said and all(why.startswith("XLA runs it; ") for why in said)
+    assert all("what wire bfloat16 packs; " in why for why in said)
 
 
 @pytest.mark.usefixtures("always")
