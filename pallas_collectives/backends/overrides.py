@@ -155,10 +155,10 @@ def _served(steps: list[Plan], packed: str) -> tuple[bool, str, str, str]:
     """Whether ours serve a call, its name, what serves it, and why."""
     ours, name = any(plan.backend != "xla" for plan in steps), _named(steps[0])
     by = (_by(plan, plan.op if len(steps) > 1 else "") for plan in steps)
-    why = "" if packed and ours else steps[0].why or "it was asked for by name"
+    why = "" if packed and ours else steps[0].why
     moves = f"it moves what wire {packed} packs" if packed else ""
     said = "; ".join(filter(None, (why, moves, steps[0].turn)))
-    return ours, name, " and ".join(dict.fromkeys(by)), said
+    return ours, name, " and ".join(dict.fromkeys(by)), said or "it was asked for by name"
 
 
 def _by(plan: Plan, op: str) -> str:
