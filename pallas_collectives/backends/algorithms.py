@@ -84,13 +84,12 @@ def choose(
         adds = record.adds and not algorithm.by_subcores
         sparsecore.check(f"algorithm={name!r} for {called}", chip, adds=adds)
     why = fastest.why(base, candidates) if candidates else "it was asked for by name"
-    kept = max(operand.nbytes, record.result_bytes(operand.nbytes, group.size))
     return KernelPlan(
         op=op,
         backend="pallas",
         algorithm=name,
         why=why,
-        turn=how.told_turn(kept),
+        turn=how.told_turn(record.larger_bytes(operand.nbytes, group.size)),
         record=algorithm,
         vmem=suffix == "vmem",
         on_sparsecore=suffix == "sc",

@@ -86,7 +86,8 @@ def _served(
             if how.strict:
                 raise
             how = dataclasses.replace(how, backend="xla", fallback=str(error))
-    turn = how.told_turn(_brought(op, args[0], params)) if beside else ""
+    larger = catalogue.primitives()[op][0].larger_bytes
+    turn = how.told_turn(larger(args[0].nbytes, params.get("axis_size", 1))) if beside else ""
     plan = Plan(op=op, backend="xla", why=how.fallback, turn=turn, beside=beside)
     if how.wire is not None or (how.order is not None and _adds(op)):
         result = run(op, how, *args, **params)  # raises what lax cannot mend, and then serves not
@@ -127,9 +128,9 @@ def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool
     """
     if wire_choice.packs(how, args[0].dtype):
         return "", False
-    name, chip = catalogue.primitives()[op][0].name, chips.current()
-    dtype = wire_choice.moved_dtype(how, args[0].dtype)
-    brought = _brought(op, jax.ShapeDtypeStruct(args[0].shape, dtype), params)
+    record, chip = catalogue.primitives()[op][0], chips.current()
+    name, dtype = record.name, wire_choice.moved_dtype(how, args[0].dtype)
+    brought = record.larger_bytes(args[0].size * dtype.itemsize, params.get("axis_size", 1))
     if how.backend == "nccl":
         why = overlaps.by_xla_on_gpus(name, brought, how.awaited)
         return why or overlaps.counted_by_xla_on_gpus(name, brought), bool(why)
@@ -142,12 +143,6 @@ def _kept(op: str, how: How, *args: jax.Array, **params: Any) -> tuple[str, bool
     if name == "all_reduce" and how.awaited and _adds(op):
         return overlaps.for_its_maker(brought, chip), False
     return "", False
-
-
-def _brought(op: str, x: Any, params: dict[str, Any]) -> int:
-    """Bytes of the result of a collective whose operand is of x's shape and dtype."""
-    gathers = catalogue.primitives()[op][0].name == "all_gather"
-    return int(x.size * x.dtype.itemsize * (params["axis_size"] if gathers else 1))
 
 
 def _adds(op: str) -> bool:

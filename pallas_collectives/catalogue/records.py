@@ -198,6 +198,10 @@ class Collective:
             return nbytes * n
         return nbytes // n if self.phases == ("scatter",) else nbytes
 
+    def larger_bytes(self, nbytes: int, n: int) -> int:
+        """Bytes of an operand of so many or of its result, whichever are more."""
+        return max(nbytes, self.result_bytes(nbytes, n))
+
     def block_bytes(self, nbytes: int, n: int) -> int:
         """Bytes of one block of an operand, as tables of times count them."""
         return nbytes // n if self.of_blocks else nbytes
