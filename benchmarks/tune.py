@@ -32,7 +32,6 @@ from pallas_collectives.catalogue.records import JUMPS, LINE, NEIGHBOURS, ON_SEV
 from pallas_collectives.errors import (
     AlgorithmError,
     CollectiveError,
-    ReachError,
     VmemError,
     WireError,
 )
@@ -292,7 +291,7 @@ def _replayed(
     task = replay_rows.Task(machine, case, DTYPE, size, algorithm, axes)
     try:
         return _rounded(replay_rows.run(task).time * 1e6)
-    except (ReachError, VmemError):
+    except (AlgorithmError, VmemError):
         return None
 
 

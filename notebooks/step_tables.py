@@ -140,18 +140,24 @@ def permute(n: int, pairs: Sequence[tuple[int, int]]) -> str:
 def torus(plan: shares.Shares) -> str:
     """Which way each stream of a gather goes, as `shares` prints it."""
     phases = range(len(plan.sizes))
-    lines = ["stream  part  " + "  ".join(f"phase {phase} " for phase in phases)]
+    lines = ["stream  part  " + "  ".join(f"phase {phase}   " for phase in phases)]
     for bundle in plan.bundles:
         for stream in range(bundle.streams):
-            sign = "+" if shares.direction_of(stream) == RIGHT else "-"
             hops = (
-                f"{'xyz'[bundle.order[p]]}{sign} {plan.hops(bundle, p)} x "
+                f"{'xyz'[bundle.order[p]]} {_hops(plan, plan.sizes[bundle.order[p]], stream)} x "
                 f"{math.prod(plan.sizes[axis] for axis in bundle.order[:p])}"
                 for p in phases
             )
             part = Fraction(bundle.size, plan.block[plan.cut])
             lines.append(f"{len(lines) - 1:<8}{part!s:<6}" + "  ".join(hops))
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _hops(plan: shares.Shares, size: int, stream: int) -> str:
+    """How many to the right and to the left, as +2-1."""
+    signs = {RIGHT: "+", LEFT: "-"}
+    ways = shares.ways_round(plan, size, stream)
+    return "".join(f"{signs[to]}{hops}" for _, to, hops in ways)
 
 
 def _lines(rows: Iterable[tuple[str, Sequence[str]]], *, first: int, width: int) -> str:

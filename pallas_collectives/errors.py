@@ -6,6 +6,11 @@ class CollectiveError(ValueError):
 
     def __init__(self, value: str, rule: str, remedy: str) -> None:
         super().__init__(f"{value}: {rule}; {remedy}.")
+        self._said = value, rule, remedy
+
+    def __reduce__(self) -> tuple[type["CollectiveError"], tuple[str, str, str]]:
+        """So that it can be pickled, and pass from a worker process to the one that waits."""
+        return type(self), self._said
 
 
 class UnboundAxisError(CollectiveError, NameError):

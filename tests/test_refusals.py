@@ -1,6 +1,7 @@
 """What makes no sense is refused when it is said, with what to say instead."""
 
 import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -120,3 +121,11 @@ def test_verify_names_device_ids_that_name_no_device(how: Callable[[], Any], tol
 
     verdict = pc.verify.check(function, "f32[8,128]", mesh={"x": 2, "y": 2})
     assert verdict.status == "cannot be judged" and told in str(verdict)
+
+
+@pytest.mark.parametrize("kind", [CollectiveError, UnboundAxisError])
+def test_an_error_passes_between_processes(kind: type[CollectiveError]) -> None:
+    """A pool of workers pickles what they raise."""
+    raised = kind("x=3", "it is an array", "pass one")
+    come = pickle.loads(pickle.dumps(raised))
+    assert type(come) is kind and str(come) == str(raised)

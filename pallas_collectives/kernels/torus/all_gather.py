@@ -1,14 +1,16 @@
 """All-gather over all axes of a torus at once; see `shares` for who sends what when.
 
              steps           bytes sent per link and direction   scratch
-    torus    sum of n_a - 1  (n-1)/(2d) blocks                   none
+    torus    sum of n_a / 2  (n-1)/(2d) blocks                   none
 
 A phase's hop moves all that the phases before have brought, straight from its place in our result
-to its place in our neighbour's. Round a ring a stream goes one way. Along a line it goes both, and
-what has come to a device from one side goes on to the other: no hop joins the ends.
+to its place in our neighbour's. A stream goes both ways: round a ring as far as the opposite
+device; along a line, in n_a - 1 steps, what has come to a device from one side goes on to the
+other, and no hop joins the ends.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,7 +31,7 @@ from pallas_collectives.topology.groups import Group, Ring, only_if
 # Receive semaphores of a stream and phase: how many hops a fast neighbour may be ahead. All take
 # fewer than `chips.Chip.kernel_semaphores` of any chip.
 WINDOW = 16
-SEMAPHORES = 256
+SEMAPHORES = 192
 # Of those that know without credits when to send on (see `Shares.is_paired`).
 WINDOW_WITHOUT_CREDITS = 3
 
@@ -70,7 +72,7 @@ def all_axes(
 def plan_of(axes: Sequence[Group], view: View, dtype: DType) -> Shares:
     """How blocks are cut that are gathered over the axes of a torus."""
     both = balance.differ(axes)
-    return Shares.of(axes, view.block, view.at, dtype, chunks=1 + both, both=both)
+    return Shares.of(axes, view.block, view.at, dtype, streams=2 + 2 * both, both=both)
 
 
 def way(plan: Shares) -> Way:
@@ -83,10 +85,14 @@ def way(plan: Shares) -> Way:
 def semaphores(plan: Shares, most: int) -> list[channels.Semaphores]:
     """The channels that `Gather` takes, with about so many semaphores for arrivals."""
     each = [(bundle, phase) for bundle in plan.bundles for phase in range(len(plan.sizes))]
-    ways = sum(bundle.streams * plan.ways for bundle, _ in each)
+
+    def channels_of(bundle: Bundle, phase: int) -> int:
+        return bundle.streams * plan.ways_along(bundle.order[phase])
+
+    ways = sum(itertools.starmap(channels_of, each))
 
     def of(bundle: Bundle, phase: int) -> channels.Semaphores:
-        count, hops = bundle.streams * plan.ways, plan.hops(bundle, phase) * bundle.sections
+        count, hops = channels_of(bundle, phase), plan.hops(bundle, phase) * bundle.sections
         if plan.is_paired(bundle, phase):
             window = min(WINDOW_WITHOUT_CREDITS, hops)
             return channels.Semaphores.of(count, window=window, credits=False)
@@ -191,8 +197,9 @@ class Gather(timetable.Stage):
         self._field.for_each_piece(place, self._plan.bundles[b], section, stream, copy)
 
     def _legs(self, b: int, phase: int, section: Number, stream: Number) -> list["_Leg"]:
-        bundle, ways = self._plan.bundles[b], self._plan.ways
-        ring = self._rings[bundle.order[phase]]
+        bundle = self._plan.bundles[b]
+        axis = bundle.order[phase]
+        ring, ways = self._rings[axis], self._plan.ways_along(axis)
 
         def leg(way: int, direction: Number, comes: Number, goes: Number) -> _Leg:
             channel = Channel(

@@ -3,13 +3,14 @@
              steps           bytes sent per link and direction      scratch
     ring     floor(n/2)      (n-1)/2 packed blocks                  20 MiB VMEM at the most
     line     n-1             at most n-1 packed blocks              20 MiB
-    torus    sum of n_a - 1  (n-1)/(2d) packed blocks               48 MiB; over three, 7/8 of VMEM
+    torus    sum of n_a / 2  (n-1)/(2d) packed blocks               48 MiB; over three, 7/8 of VMEM
 
 The own block comes to VMEM piece by piece, while other pieces are on the wire; each is packed there
-(see `codec`) and sent: along one axis both ways, along several one way round each. What arrives
-goes on packed, and is unpacked in VMEM: see `packed_gather`. Of HBM that takes a read for each byte
-of the operand and a write for each byte of the result, as without packing. Every number is
-quantised once, and a device unpacks its own as the others do, so that all have the same bits.
+(see `codec`) and sent, both ways round each ring; of many sections over three axes one way, in
+n_a - 1 steps. What arrives goes on packed, and is unpacked in VMEM: see `packed_gather`. Of HBM
+that takes a read for each byte of the operand and a write for each byte of the result, as without
+packing. Every number is quantised once, and a device unpacks its own as the others do, so that all
+have the same bits.
 """
 
 import functools
@@ -32,9 +33,10 @@ from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if
 
-# Of a block, at the least: two for each direction. With half as many v5e 16 x 16 takes longer than
-# without a wire.
-TILES_FOR_AN_AXIS = 4
+# Of a block for each axis, up to which all goes both ways round three rings in sections, too. By the
+# replay of v5p 4 x 4 x 4 32 MiB take 4% less time so, and 64 MiB 20% longer. Round two rings it
+# always does: v6e 16 x 16 takes up to 5% less, v5p 4 x 4 from 32 MiB on up to 2% longer.
+FEW_TILES = 8
 
 
 class Scratch(NamedTuple):
@@ -104,13 +106,13 @@ def sent_bytes(
 ) -> int:
     """Bytes of a block of a shape as they travel, scales included; 0 if it cannot be.
 
-    It cannot where VMEM has no room for what that takes, nor where there are too few tiles to load
-    the links of all axes alike.
+    It cannot where VMEM has no room for what that takes, nor where there are fewer tiles than axes
+    to begin with.
     """
     axes = devices.axes_of(_taken_for(group, lies))
     _, plan = _seen_and_cut(axes, shape, axis, dtype, codec, chips.cores())
     tiles = math.prod(shape) // math.prod(codec.tile)
-    few = len(axes) > 1 and tiles < TILES_FOR_AN_AXIS * len(axes)
+    few = tiles < _links(axes)
     room = sections.most_vmem(len(axes))
     if few or sections.vmem_bytes(Scratch.of(plan, dtype, codec)) > room:
         return 0
@@ -128,10 +130,14 @@ def _seen_and_cut(
 ) -> tuple[View, Shares]:
     of = functools.partial(Scratch.of, dtype=dtype, codec=codec)
     how: Any = {"there_and_back": False, "vmem": False, "codec": codec, "cores": cores}
-    # Over several axes halves of pieces are too small: by the replay of v5p 4 x 4 x 4 64 MiB take
-    # 12% longer so, and over two of them 32 MiB 3%.
-    how["halfway"] = sum(not axis.chip for axis in axes) == 1
+    links, tiles = _links(axes), math.prod(shape) // math.prod(codec.tile)
+    how["halfway"] = links < 3 or tiles <= FEW_TILES * links
     return sections.seen_and_cut(axes, shape, axis, dtype, of, **how)
+
+
+def _links(axes: Sequence[Group]) -> int:
+    """How many axes of links there are: blocks begin with each."""
+    return sum(not axis.chip for axis in axes)
 
 
 class _Own:

@@ -29,7 +29,7 @@ AT_FIRST = 2
 
 
 class Scratch(NamedTuple):
-    """What `Scatter` takes beside its arrays. Ways: two where a torus has lines, else one."""
+    """What `Scatter` takes beside its arrays. Ways: see `Shares.ways`."""
 
     # for each bundle and phase: VMEM
     # (streams * ways, SLOTS or fewer, message); written by upstream. Of packed ones (`Codec`) that
@@ -193,7 +193,7 @@ class Scatter(timetable.Stage):
     def _passes(self, leg: _Leg, hop: Number) -> tuple[Any, Number, Number]:
         """Whether a sum goes on at a hop; as what message it comes, and as what it goes."""
         if leg.behind is None:
-            return True, hop - 1, hop
+            return hop < leg.ahead, hop - 1, hop
         number = hop - leg.behind
         return (leg.behind > 0) & (number >= 0) & (number < leg.ahead), number, number
 
@@ -240,7 +240,7 @@ class Scatter(timetable.Stage):
             return _Leg(b, along, part, stream, row, channel, ahead, arrivals, behind)
 
         if not self._plan.lines[axis]:
-            return [leg(0, shares.direction_of(stream), last, None)]
+            return [leg(*way, None) for way in shares.ways_round(self._plan, ring.size, stream)]
         return [
             leg(0, RIGHT, last - ring.place, ring.place),
             leg(1, LEFT, ring.place, last - ring.place),
@@ -383,12 +383,12 @@ class Scatter(timetable.Stage):
             pltpu.make_async_copy(term, part(ref), semaphore).start()
 
         if leg.behind is None:
-            self._with_term(leg, leg.ahead - hop, start)
-            return
-        number = hop - leg.behind
-        wanted = (number >= 0) & (number < leg.ahead)
-        if not self._codec:  # where sums set out they leave from the operand
-            wanted &= leg.behind > 0
+            number, wanted = hop, hop < leg.ahead
+        else:
+            number = hop - leg.behind
+            wanted = (number >= 0) & (number < leg.ahead)
+            if not self._codec:  # where sums set out they leave from the operand
+                wanted &= leg.behind > 0
         if first:
             wanted |= number == leg.ahead
         only_if(wanted, lambda: self._with_term(leg, leg.ahead - number, start))

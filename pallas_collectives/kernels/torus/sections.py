@@ -1,6 +1,7 @@
 """How blocks of a torus' sums are cut: into sections whose scratch fits."""
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -108,11 +109,18 @@ def plan_of(
     cores: int = 1,
     halfway: bool = False,
 ) -> Shares:
-    """How blocks are cut: in one section if its scratch fits, else in as many as it takes."""
+    """How blocks are cut: in one section if its scratch fits, else in as many as it takes.
+
+    halfway: whether streams go both ways round rings in several sections, too, as they do in one.
+    """
     stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes) * cores)
     halves = not vmem and (stream_bytes >= HALVES_FROM_BYTES or codec is not None)
     chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
     room = _room(codec, len(axes))
+
+    def in_streams(streams: int, both_ways: bool) -> Shares:
+        how: Any = {"there_and_back": there_and_back, "tile": codec and codec.tile}
+        return Shares.of(axes, block, at, dtype, streams, cores=cores, halfway=both_ways, **how)
 
     def fits(plan: Shares) -> bool:
         scratch = scratch_of(plan)
@@ -133,19 +141,20 @@ def plan_of(
 
     orders = len(axes) - any(axis.chip for axis in axes)
     on_three = codec is not None and orders > 2
-    finest = 4 if codec and _tiles(block, codec) % (8 * len(axes) * cores) == 0 else 2
-    for chunks in (finest, 2, 1) if halves else (1,):
-        cut: Any = {"there_and_back": there_and_back, "tile": codec and codec.tile}
-        cut |= {"cores": cores, "halfway": halfway}
-        whole = Shares.of(axes, block, at, dtype, chunks, **cut)
-        if codec and chunks > 1 and len(whole.bundles) == 1 < orders:
+    finest = 8 if codec and _tiles(block, codec) % (8 * len(axes) * cores) == 0 else 4
+    # One way round takes half as many slots. What is packed is best in one section even so.
+    ways = (True, False) if codec and not halfway else (True,)
+    for streams, both_ways in itertools.product((finest, 4, 2, 1) if halves else (2, 1), ways):
+        whole = in_streams(streams, both_ways)
+        if streams > 1 and len(whole.bundles) == 1 < orders:
             continue  # too few tiles for so many streams in two orders: an axis would idle
-        if codec and chunks > 1 and halfway and _is_short(whole, codec):
+        if codec and streams > 2 and orders == 1 and _is_short(whole, codec):
             continue
         # Over three axes pieces of a tile take least time, if they go in more than one order.
         of_a_tile = len(whole.bundles) > 1 and all(b.size == whole.grain for b in whole.bundles)
         if fits(whole) and not (uneven and halves) and (of_a_tile or not on_three):
             return whole
+    whole = in_streams(2, halfway)
     in_parts = on_three and not any(axis.chip or axis.line or axis.size % PARTS for axis in axes)
     cut_in = functools.partial(whole.in_sections, parts=PARTS if in_parts else 1)
     units = whole.extent // whole.grain

@@ -1,15 +1,19 @@
 """All axes of a torus at once: how data is split, and in which order each part goes.
 
 A block is cut in parts, each of them a stream. A stream goes through all axes, one after the other,
-as a ring along each; what it has met on one axis goes along the next as one piece. Streams differ
-in the axis that they begin with and in their direction, so that every link of the torus carries the
-same load at all times. Gathering on 4 x 4 devices; 3 x 4 means 3 hops, each of 4 blocks' part:
+both ways round a ring along each; what it has met on one axis goes along the next as one piece.
+Streams differ in the axis that they begin with, and in the direction in which they go as far as the
+opposite device, so that every link of the torus carries the same load at all times. Gathering on
+4 x 4 devices; +2-1 x 4 means 2 hops to the right and 1 to the left, each of 4 blocks' part:
 
-    stream  part  phase 0   phase 1
-    0       1/4   x+ 3 x 1  y+ 3 x 4
-    1       1/4   x- 3 x 1  y- 3 x 4
-    2       1/4   y+ 3 x 1  x+ 3 x 4
-    3       1/4   y- 3 x 1  x- 3 x 4
+    stream  part  phase 0     phase 1
+    0       1/4   x +2-1 x 1  y +2-1 x 4
+    1       1/4   x +1-2 x 1  y +1-2 x 4
+    2       1/4   y +2-1 x 1  x +2-1 x 4
+    3       1/4   y +1-2 x 1  x +1-2 x 4
+
+Where blocks go by in sections, a stream goes one way alone, every second one to the left: its next
+section is under way by then, and what it takes of VMEM is half as much.
 
 Each link carries (n-1)/(2d) blocks for n devices and d axes, the least there is: n-1 blocks come in
 over 2d links. On axes of different lengths, parts of one size would load the longer axis more; so
@@ -98,8 +102,8 @@ class Shares:
       within: the axis that is the devices of a chip, if there is one.
       cores: how many a device has; each has as much of a block along the cut, and these bundles.
       core: which of them this is.
-      halfway: whether every stream of a gather goes both ways round a ring, too, as far as the
-        opposite device: in half as many hops.
+      halfway: whether every stream goes both ways round a ring, too, as far as the opposite
+        device: in half as many hops.
       parts: in how many parts, 1 or 2, what a stream has met goes along the last axis, one after
         the other: those of half of the places on the axis before. Each is a phase of its own.
     """
@@ -125,35 +129,35 @@ class Shares:
         block: tuple[int, ...],
         at: int,
         dtype: DType,
-        chunks: int,
+        streams: int,
         both: bool = False,
         there_and_back: bool = False,
         tile: tuple[int, int] | None = None,
         cores: int = 1,
-        halfway: bool = False,
+        halfway: bool = True,
     ) -> "Shares":
-        """Cuts blocks in 2 * `chunks` streams for each axis to begin with, as far as they go.
+        """Cuts blocks in so many streams, 2^k, for each axis to begin with, as far as they go.
 
         Every piece is a multiple of `tile`, rows and columns; by default the dtype's tile.
         Blocks that cannot be divided between `cores` alike, or are small, are all the first one's.
 
-        With `both`, half of several chunks go on from there in the other order (see
+        With `both`, half of more than two go on from there in the other order (see
         `balance.ways`). With `there_and_back` what is reduced is gathered again, meanwhile.
         `halfway` is as above.
         """
         sizes = tuple(axis.size for axis in axes)
         sharing = tuple(balance.links_shared(axis, there_and_back) for axis in axes)
-        cut, grain = _finest_cut(block, dtype, 2 * len(sizes) * chunks * cores, tile)
+        cut, grain = _finest_cut(block, dtype, len(sizes) * streams * cores, tile)
         units = block[cut] // grain
         cores = cores if units % cores == 0 and units >= cores * UNITS_FOR_A_CORE else 1
         extent = block[cut] // cores
         units = extent // grain
-        while chunks > 1 and units % (2 * chunks) != 0:
-            chunks //= 2
+        while streams > 2 and units % streams != 0:
+            streams //= 2
         within = next((a for a, axis in enumerate(axes) if axis.chip), None)
         lines = tuple(axis.line for axis in axes)
-        orders, exact, load = balance.ways(sizes, sharing, within, both=both and chunks > 1)
-        streams = 2 * chunks * len(load) // len(orders)  # as many in all
+        orders, exact, load = balance.ways(sizes, sharing, within, both=both and streams > 2)
+        streams = streams * len(load) // len(orders)  # as many in all
         bundles, start = [], 0
         for order, share in zip(orders, balance.shares(exact, load, units // streams), strict=True):
             if share:
@@ -251,8 +255,12 @@ class Shares:
 
     @property
     def ways(self) -> int:
-        """Channels that a stream has along an axis: two if it goes both ways along any."""
-        return 1 + (self.halfway or any(self.lines))
+        """The most channels that a stream has along an axis: two if it goes both ways."""
+        return max(map(self.ways_along, range(len(self.sizes))))
+
+    def ways_along(self, axis: int) -> int:
+        """How many it has along one."""
+        return 1 + (self.lines[axis] or (self.halfway and self.sizes[axis] > 2))
 
     def is_paired(self, bundle: Bundle, phase: int) -> bool:
         """Whether all that goes one way round an axis has something that goes the other way.
@@ -386,23 +394,30 @@ def direction_of(stream: Number) -> Any:
     return RIGHT - (RIGHT - LEFT) * (stream & 1)
 
 
+def ways_round(plan: Shares, size: int, stream: Number) -> list[tuple[int, Any, Any]]:
+    """How a stream goes round a ring of so many devices.
+
+    Returns:
+      (way, direction, hops): both ways if `plan.halfway`, and to the opposite device of an even
+      ring in the direction that the stream has otherwise.
+    """
+    if not plan.halfway or size == 2:  # to the only other device
+        return [(0, direction_of(stream), size - 1)]
+    short = stream & 1 if size % 2 == 0 else 0
+    return [(0, RIGHT, size // 2 - short), (1, LEFT, (size - 1) // 2 + short)]
+
+
 def legs(
     plan: Shares, ring: Ring, bundle: Bundle, phase: int, stream: Number
 ) -> list[tuple[int, Any, Any, Any]]:
     """How a stream of a gather passes a device along an axis, on each of its ways.
 
     Returns:
-      (way, direction, how many messages come, how many go): on a line both ways; round a ring too
-      if `plan.halfway`, and to the opposite device of an even one in the direction that a stream
-      has otherwise.
+      (way, direction, how many messages come, how many go): on a line both ways, round a ring as
+      `ways_round` has it.
     """
     if not plan.lines[bundle.order[phase]]:
-        hops = plan.hops(bundle, phase)
-        if not plan.halfway:
-            return [(0, direction_of(stream), hops, hops)]
-        short = stream & 1 if ring.size % 2 == 0 else 0
-        right, left = hops - short, (ring.size - 1) // 2 + short
-        return [(0, RIGHT, right, right), (1, LEFT, left, left)]
+        return [(way, to, hops, hops) for way, to, hops in ways_round(plan, ring.size, stream)]
     place, last = ring.place, ring.size - 1
     right = jnp.where(place < last, place + 1, 0)
     left = jnp.where(place > 0, last - place + 1, 0)

@@ -1,6 +1,7 @@
 """All-gathers that pack in their kernels: each number within half a step, the same bits for all."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -134,6 +135,36 @@ def test_several_axes_are_within_half_a_step(
     x = terms(math.prod(sizes), 8 * 128)
     assert holds(x, gathered(x, sizes=sizes, lines=lines, mode=mode))
     assert not harness.race_reported()
+
+
+@pytest.mark.parametrize(
+    "sizes, lines, mode, tiles",
+    [
+        ((4, 2), (), "on_wait", 2),
+        pytest.param((2, 4), (), "eager", 3, marks=SLOW),
+        pytest.param((2, 4), (1,), "on_wait", 2, marks=SLOW),
+        pytest.param((2, 2, 2), (), "eager", 3, marks=SLOW),
+    ],
+)
+def test_few_tiles_are_within_half_a_step(
+    sizes: tuple[int, ...], lines: tuple[int, ...], mode: str, tiles: int
+) -> None:
+    x = terms(math.prod(sizes), tiles * 128)
+    assert holds(x, gathered(x, sizes=sizes, lines=lines, mode=mode))
+    assert not harness.race_reported()
+
+
+@pytest.mark.parametrize("sizes", [(4, 4), (16, 16), (3, 5)])
+def test_few_tiles_begin_with_each_axis(sizes: tuple[int, ...]) -> None:
+    """One stream with each, which goes both ways: no link idles."""
+    codec, view = Codec(WIRES[0]), View.of_lanes((2 * 128, 128), 0)
+    assert view is not None
+    of = functools.partial(all_gather_packed.Scratch.of, dtype=jnp.float32, codec=codec)
+    how: Any = {"there_and_back": False, "vmem": False, "codec": codec, "halfway": True}
+    axes = [Group((name,), (n,)) for name, n in zip("xy", sizes, strict=True)]
+    plan = sections.plan_of(axes, view.block, view.at, jnp.dtype("float32"), of, **how)
+    assert [(bundle.order, bundle.streams) for bundle in plan.bundles] == [((0, 1), 1), ((1, 0), 1)]
+    assert plan.halfway and plan.ways == 2
 
 
 @pytest.mark.full

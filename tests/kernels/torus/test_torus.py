@@ -9,13 +9,16 @@ from typing import Any
 import hypothesis
 import hypothesis.strategies as st
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import step_tables
-from pallas_collectives.kernels.torus import balance, devices, timetable
+from pallas_collectives.kernels.torus import all_gather, balance, devices, sections, timetable
 from pallas_collectives.kernels.torus import shares as torus
 from pallas_collectives.kernels.torus.shares import Shares
+from pallas_collectives.kernels.torus.views import View
+from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import RIGHT, Group
 
 NAMES = ("x", "y", "z")
@@ -28,22 +31,23 @@ def plan_of(
     sizes: tuple[int, ...],
     lines: list[bool],
     rows: int,
-    chunks: int = 1,
+    streams: int = 2,
     both: bool = False,
     chip: int = -1,
+    halfway: bool = True,
 ) -> Shares:
     axes = [
         Group((name,), (n,), line=line, chip=k == chip)
         for k, (name, n, line) in enumerate(zip(NAMES, sizes, lines, strict=False))
     ]
-    return Shares.of(axes, (8 * rows, 128), 0, "float32", chunks, both)
+    return Shares.of(axes, (8 * rows, 128), 0, "float32", streams, both, halfway=halfway)
 
 
-@hypothesis.given(SIZES, LINES, ROWS, st.sampled_from([1, 2, 4]), st.booleans())
+@hypothesis.given(SIZES, LINES, ROWS, st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_streams_cover_a_block_without_overlap(
-    sizes: tuple[int, ...], lines: list[bool], rows: int, chunks: int, both: bool
+    sizes: tuple[int, ...], lines: list[bool], rows: int, streams: int, both: bool
 ) -> None:
-    plan = plan_of(sizes, lines, rows, chunks, both)
+    plan = plan_of(sizes, lines, rows, streams, both)
     cuts = [
         (bundle.start + stream * bundle.size, bundle.size)
         for bundle in plan.bundles
@@ -60,7 +64,7 @@ def test_all_links_carry_the_same_load(
     sizes: tuple[int, ...], lines: list[bool], both: bool
 ) -> None:
     """Bytes by axis and direction over the axis' links: equal, and (n-1)/(2d) blocks on a torus."""
-    plan = plan_of(sizes, lines, 48 * 1024, 1 + both, both)
+    plan = plan_of(sizes, lines, 48 * 1024, 2 + 2 * both, both)
     load = link_loads(plan)
     assert load.max() <= 1.01 * load.min()
     if set(plan.sharing) == {1}:
@@ -87,8 +91,8 @@ def link_loads(plan: Shares) -> np.ndarray:
         met = 1
         for axis in bundle.order:
             for stream in range(bundle.streams):
-                right = torus.direction_of(stream) == RIGHT
-                load[axis, int(right)] += bundle.size * met * (sizes[axis] - 1)
+                for _, to, hops in torus.ways_round(plan, sizes[axis], stream):
+                    load[axis, int(to == RIGHT)] += bundle.size * met * hops
             met *= sizes[axis]
     return load * np.array(plan.sharing, float)[:, None]
 
@@ -103,8 +107,21 @@ def test_a_long_axis_beside_short_ones_has_no_more_orders(
     orders, exact, _ = balance.ways(sizes, sharing, both=True)
     assert len(orders) == len(sizes) and (exact >= 0).all() and exact.sum() == pytest.approx(1)
     axes = tuple(Group((name,), (n,)) for name, n in zip("xyzw", sizes, strict=False))
-    plan = Shares.of(axes, (256, 128), 0, "float32", chunks=2, both=True)
+    plan = Shares.of(axes, (256, 128), 0, "float32", streams=4, both=True)
     assert sum(bundle.size * bundle.streams for bundle in plan.bundles) == 256
+
+
+@pytest.mark.parametrize("of_chips", [False, True])
+def test_a_gather_leaves_semaphores_to_a_step(of_chips: bool) -> None:
+    """Over three axes of links that differ, and the two devices of a chip."""
+    least = min(generation.kernel_semaphores for generation in chips.BY_NAME.values())
+    for sizes in [(32, 32, 32), (4, 4, 8), (8, 16, 32), (3, 5, 16)]:
+        for lines in itertools.product([False, True], repeat=3):
+            each = zip(NAMES, sizes, lines, strict=True)
+            axes = [Group((name,), (n,), line=line) for name, n, line in each]
+            axes[:0] = [Group(("chip",), (2,), chip=True)] * of_chips
+            plan = all_gather.plan_of(axes, View.of((4096, 128), 0), jnp.dtype("float32"))
+            assert 0 < sections.semaphores(all_gather.way(plan).scratch) <= least
 
 
 @pytest.mark.parametrize("units", [64, 256, 340, 1024])
@@ -140,7 +157,7 @@ def test_small_and_uncuttable_blocks_go_another_way() -> None:
 def test_the_timetable_has_every_hop_once_and_in_order(
     sizes: tuple[int, ...], lines: list[bool], rows: int, back: bool, both: bool
 ) -> None:
-    plan = plan_of(sizes, lines, rows, 1 + both, both)
+    plan = plan_of(sizes, lines, rows, 2 + 2 * both, both)
     phases = range(len(sizes))
     course = [*phases[::-1], *phases] if back else list(phases)
     segments = timetable.timetable(plan, course)
@@ -193,7 +210,7 @@ def test_in_sections_each_phase_comes_in_its_turn(
     sizes: tuple[int, ...], lines: list[bool]
 ) -> None:
     """Every hop of every piece once and in order; and what a section leaves is taken in time."""
-    plan = plan_of(sizes, lines, 30).in_sections(16, 4)
+    plan = plan_of(sizes, lines, 30, halfway=False).in_sections(16, 4)
     seen: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     taken: dict[tuple[int, int, int], list[tuple[int, int]]] = collections.defaultdict(list)
 
@@ -231,7 +248,7 @@ def test_in_sections_each_phase_comes_in_its_turn(
 def test_sections_cover_a_block_without_overlap(
     sizes: tuple[int, ...], lines: list[bool], rows: int, size: int, streams: int
 ) -> None:
-    plan = plan_of(sizes, lines, rows).in_sections(8 * size, streams)
+    plan = plan_of(sizes, lines, rows, halfway=False).in_sections(8 * size, streams)
     at = 0
     for bundle in plan.bundles:
         assert bundle.start == at
@@ -246,7 +263,7 @@ def test_sections_leave_all_links_about_the_same_load(
     sizes: tuple[int, ...], lines: list[bool], rows: int, size: int
 ) -> None:
     """What is over is shared out as evenly as tiles allow, in pairs."""
-    plan = plan_of(sizes, lines, rows).in_sections(8 * size, 6)
+    plan = plan_of(sizes, lines, rows, halfway=False).in_sections(8 * size, 6)
     _, exact, load = balance.ways(plan.sizes, plan.sharing)
     least = float((load @ exact)[0]) * 8 * rows
     assert least * (1 - 1e-6) <= plan.busiest <= least + 3 * 8 * float(load.max())

@@ -107,6 +107,22 @@ def test_sums_are_within_the_bound(
     check(op, sizes, lines, harness.ADVERSARIES[mode])
 
 
+@pytest.mark.parametrize(
+    "op, sizes, mode, tiles",
+    [
+        ("reduce_scatter", (4, 2), "on_wait", 2),
+        pytest.param("all_reduce", (4, 2), "eager", 2, marks=SLOW),
+        pytest.param("all_reduce", (2, 4), "on_wait", 3, marks=SLOW),
+        pytest.param("reduce_scatter", (2, 2, 2), "eager", 3, marks=SLOW),
+    ],
+)
+def test_sums_of_few_tiles_are_within_the_bound(
+    op: str, sizes: tuple[int, ...], mode: str, tiles: int
+) -> None:
+    """One stream begins with each axis, and goes both ways."""
+    check(op, sizes, (), harness.ADVERSARIES[mode], tiles * 128)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "op, sizes, lines, mode",
