@@ -6,7 +6,7 @@
     torus    sum of n_a / 2  (n-1)/(2d) packed blocks               48 MiB; over three, 7/8 of VMEM
 
 The own block comes to VMEM piece by piece, while other pieces are on the wire; each is packed there
-(see `codec`) and sent, both ways round each ring; of many sections over three axes one way, in
+(see `codec`) and sent, both ways round each ring; of many tiles over several axes one way, in
 n_a - 1 steps. What arrives goes on packed, and is unpacked in VMEM: see `packed_gather`. Of HBM
 that takes a read for each byte of the operand and a write for each byte of the result, as without
 packing. Every number is quantised once, and a device unpacks its own as the others do, so that all
@@ -33,10 +33,10 @@ from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology import chips
 from pallas_collectives.topology.groups import Group, Ring, only_if
 
-# Of a block for each axis, up to which all goes both ways round three rings in sections, too. By the
-# replay of v5p 4 x 4 x 4 32 MiB take 4% less time so, and 64 MiB 20% longer. Round two rings it
-# always does: v6e 16 x 16 takes up to 5% less, v5p 4 x 4 from 32 MiB on up to 2% longer.
-FEW_TILES = 8
+# Of a block, times the axes, up to which all goes both ways round rings in sections, too. By the
+# replay of v5p 4 x 4 16 MiB (32 tiles) take 8% less time so, and 64 MiB 1% longer; of 4 x 4 x 4
+# 32 MiB (16 tiles) 4% less, and 64 MiB 20% longer. Beside a line 8 x 16 v6e always take less.
+FEW_TILES = 64
 
 
 class Scratch(NamedTuple):
@@ -131,7 +131,8 @@ def _seen_and_cut(
     of = functools.partial(Scratch.of, dtype=dtype, codec=codec)
     how: Any = {"there_and_back": False, "vmem": False, "codec": codec, "cores": cores}
     links, tiles = _links(axes), math.prod(shape) // math.prod(codec.tile)
-    how["halfway"] = links < 3 or tiles <= FEW_TILES * links
+    two_ways = links == 1 or any(axis.line for axis in axes)
+    how["halfway"] = two_ways or tiles * links <= FEW_TILES
     return sections.seen_and_cut(axes, shape, axis, dtype, of, **how)
 
 
