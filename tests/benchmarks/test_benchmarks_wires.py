@@ -116,21 +116,21 @@ def test_a_picture_without_points_is_told_of(bench: Bench, tmp_path: Path) -> No
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "pod, size, most", [("v5e:16x16", 16 << 20, 130), ("v6e:8x8", 4 << 20, 130)]
+    "pod, size, most", [("v5e:16x16", 16 << 20, 75), ("v6e:8x8", 4 << 20, 105)]
 )
 def test_small_blocks_are_cut_for_both_axes_and_packed_together(
     pod: str, size: int, most: int
 ) -> None:
     """A gather of 32 KiB of numbers took 203% and 120% in one piece on the wire alone.
 
-    With kernels that packed block by block 160 and 154%. In the end "auto" leaves the wire out.
+    With kernels that packed block by block 160 and 154%.
     """
     asked = wanted("all_gather", pods=(pod,), sizes=(size,), axes=("x", "y"))
     plain, *wired = wired_rows.rows(wired_rows.plan(asked), asked, harness.mesh(2))
     assert plain.time_us and len(wired) == len(WIRES)
     for row in wired:
         assert not row.passes_us and row.of_plain
-        assert 100 < row.of_plain < most
+        assert row.of_plain < most
 
 
 @pytest.mark.parametrize("dtype, most", [("bfloat16", 0.52), ("float32", 0.27)])

@@ -109,11 +109,12 @@ def exact(x: np.ndarray) -> np.ndarray:
     return x.astype(np.float64).sum(axis=0).reshape(len(x), -1, x.shape[-1])
 
 
-def bound(x: np.ndarray, wire: Wire, line: bool = False) -> np.ndarray:
+def bound(x: np.ndarray, wire: Wire, line: bool = False, one_way: bool = False) -> np.ndarray:
     """How far each number of `exact` may be off: half a step of each sum that was sent.
 
-    A sum goes round either way, or on a line comes from both sides. Steps are those of what is
-    sent, which is off already: so a step more of it than has come. And of float32.
+    A sum comes from both sides, round a ring from as far as the opposite device; in sections it
+    goes round `one_way`, either. Steps are those of what is sent, which is off already: so a step
+    more of it than has come. And of float32.
     """
     n = len(x)
     blocks = x.astype(np.float64).reshape(n, n, -1, x.shape[-1])
@@ -127,18 +128,16 @@ def bound(x: np.ndarray, wire: Wire, line: bool = False) -> np.ndarray:
         return lost
 
     for block in range(n):
-        if line:
-            right = sent(list(range(n - 1, block, -1)), block)
-            off[block] = sent(list(range(block)), block) + right
-        else:
-            to_left, to_right = ([(block + s * k) % n for k in range(1, n)][::-1] for s in (1, -1))
-            off[block] = np.maximum(sent(to_left, block), sent(to_right, block))
+        for left in (block,) if line else (0, n - 1) if one_way else (n // 2, (n - 1) // 2):
+            to_right = [(block - k) % n for k in range(left, 0, -1)]
+            to_left = [(block + k) % n for k in range(n - 1 - left, 0, -1)]
+            off[block] = np.maximum(off[block], sent(to_right, block) + sent(to_left, block))
     return off + 2.0**-22 * np.abs(blocks).sum(axis=0)
 
 
-def bound_of_psum(x: np.ndarray, wire: Wire, line: bool = False) -> np.ndarray:
+def bound_of_psum(x: np.ndarray, wire: Wire, line: bool = False, **how: bool) -> np.ndarray:
     """As `bound`, where the sums are sent on once they are whole."""
-    allowed = bound(x, wire, line)
+    allowed = bound(x, wire, line, **how)
     return allowed + half_steps(np.abs(exact(x)) + allowed, wire)
 
 
