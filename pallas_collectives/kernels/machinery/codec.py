@@ -18,8 +18,8 @@ slow at. What costs such steps is to turn a tile, once for each plain array that
 What is packed on every hop of a ring is rounded on every hop. A sum of n terms is packed n - 1
 times: as the first term alone, as the first two, and so on; its owner adds the last term unrounded.
 With h_k half a step of the number's group in the sum of k terms as it is sent, the result is within
-h_1 + ... + h_(n-1) of the exact sum, and what float32 rounds off; where sums come from both sides
-of a line, of the h of either side. Half a step is that of `wires.error_bound`.
+h_1 + ... + h_(n-1) of the exact sum, and what float32 rounds off; where sums come from both sides,
+of the h of either side. Half a step is that of `wires.error_bound`.
 """
 
 import dataclasses

@@ -324,7 +324,7 @@ class Scatter(timetable.Stage):
                 only_if(follows.section < parts, fetch)
 
     def _sum_up(self, legs: list[_Leg], target: Ref, sides: Sequence[int] = (0, 1)) -> None:
-        """target = our term + what has come, from these sides of a line."""
+        """target = our term + what has come, from these sides."""
         come = []
         for leg in [legs[side] for side in sides[: len(legs)]]:
             number = leg.comes(leg.arrivals - 1)
