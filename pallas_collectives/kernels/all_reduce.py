@@ -12,8 +12,8 @@ into places of its neighbours' results that their reduce-scatter does not touch:
     4     [0123]  [0123]  [0123]  [0123]
 
              steps         bytes sent per link and direction    scratch
-    ring     2 floor(n/2)  (n-1)/n of the operand               6/n of the operand, 2 MiB VMEM;
-                                                                16 MiB of either at the most
+    ring     2 floor(n/2)  (n-1)/n of the operand               6/n of the operand, of VMEM;
+                                                                16 MiB at the most
 
 Blocks are n equal parts of the operand; see `reduce_scatter` for the order of additions, and
 `all_reduce_line` for devices whose first and last share no link, and `one_hop` for small operands.
@@ -65,7 +65,8 @@ def ring(
     shape = (1, *x.shape[1:])
     blocks = Blocks.of(shape, 0, x.dtype, reduce_scatter.chunks_of(shape, x.dtype, vmem))
     streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
-    if bidirectional and reduce_scatter.goes_in_sections(blocks, x.dtype, vmem):
+    kept: Any = {"vmem": vmem, "line": False}
+    if bidirectional and reduce_scatter.goes_in_sections(group, blocks, x.dtype, **kept):
         return _in_sections(x, group, op=op, vmem=vmem, interpret=interpret)
     return launch.call(
         functools.partial(_ring_kernel, blocks=blocks, streams=streams, op=op, vmem=vmem),
