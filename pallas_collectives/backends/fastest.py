@@ -74,12 +74,21 @@ def decide(
         return on_core._replace(engine_why=why)
     there = fastest(by_subcores=adds)
     if adds and there.us is not None:  # the tables' times are those of a TensorCore
-        of_whole = catalogue.COLLECTIVES[op].sums_everywhere
-        added = block_bytes // group.size if of_whole else block_bytes
-        there = there._replace(us=there.us + overlaps.adding_us(added, chip))
+        more = added_by_subcores_us(op, there.algorithm, block_bytes, group.size)
+        there = there._replace(us=there.us + more)
     if why := overlaps.on_core(there.us, chip, on_core.us):
         return on_core._replace(engine_why=why)
     return there._replace(on_sparsecore=True)
+
+
+def added_by_subcores_us(op: str, algorithm: str, block_bytes: int, n: int) -> float:
+    """Microseconds that a sum by an algorithm of n devices takes longer on vector subcores.
+
+    Round a ring of three or more a TensorCore's sums wait in VMEM (`reduce_scatter`).
+    """
+    added = block_bytes // n if catalogue.COLLECTIVES[op].sums_everywhere else block_bytes
+    in_vmem = n > 2 and algorithm.partition(":")[0] != "line"
+    return overlaps.adding_us(added, chips.current(), hops=n // 2 if in_vmem else 0)
 
 
 def decided(op: str, how: How, nbytes: int, group: Group) -> Decision | None:

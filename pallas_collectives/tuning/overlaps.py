@@ -38,6 +38,7 @@ _EXPOSED = 0.25
 # as agree best with the replay (`adding_us`).
 _SUBCORES = 16
 _ADDED = 1.5
+_SLOT_US = 2.5  # that a hop takes longer, likewise, whose slot is in HBM and not in VMEM
 
 # Ragged exchanges of this many bytes take less time than the host takes to read their counts.
 _FEW = 1 << 20
@@ -220,13 +221,14 @@ def on_core(there: float | None, chip: Chip, here: float | None = None) -> str:
     return ""
 
 
-def adding_us(block_bytes: int, chip: Chip) -> float:
+def adding_us(block_bytes: int, chip: Chip, hops: int) -> float:
     """Microseconds that a sum takes longer on vector subcores than on the TensorCore.
 
-    They add beside the wire, but the first block before it goes on, and the last one. By the
-    replay, of 32 to 256 MiB of bf16 and f32 for v5p, v6e and 7x, within 10%.
+    They add beside the wire, but the first block before it goes on, and the last one. Their slots
+    are in HBM: `hops` are those that wait for it where a TensorCore's would not. By the replay, of
+    4 to 256 MiB of bf16 and f32 for v5p, v6e and 7x, within 10%.
     """
-    return _ADDED * block_bytes / (_SUBCORES * chip.subcore_rate) * 1e6
+    return _ADDED * block_bytes / (_SUBCORES * chip.subcore_rate) * 1e6 + _SLOT_US * hops
 
 
 def gathers_on_sparsecore(chip: Chip) -> bool:

@@ -14,7 +14,6 @@ from pallas_collectives import catalogue, explanation
 from pallas_collectives.backends import canonical, counters, fastest
 from pallas_collectives.replay import Machine
 from pallas_collectives.topology import chips, placement
-from pallas_collectives.tuning import overlaps
 from pallas_collectives.tuning.choice import predict
 
 MIB = 1 << 20
@@ -70,12 +69,15 @@ def test_explain_gives_the_reason_by_which_it_was_decided(op, pod, axes):
             chip = chips.current()
             of = record.name, block, group.size, chip
             names = fastest.reachable(record.name, group, chip, cuts=max(1, block >> 12))
-            there, here = (
-                min((p.us for p in predict(*of, chosen, said.torus).values()), default=None)
+            (there, name), (here, _) = (
+                min(
+                    ((p.us, name) for name, p in predict(*of, chosen, said.torus).items()),
+                    default=(None, ""),
+                )
                 for chosen in ([name for name in names if name in able], names)
             )
-        if there is not None and record.adds:
-            there += overlaps.adding_us(block // group.size if op == "psum_start" else block, chip)
+            if there is not None and record.adds:
+                there += fastest.added_by_subcores_us(record.name, name, block, group.size)
         if pod.startswith("v4"):
             wanted = "(v4's SparseCores: Pallas does not reach its SparseCores)"
         elif there is None:
