@@ -65,8 +65,9 @@ def ring(
     shape = (1, *x.shape[1:])
     blocks = Blocks.of(shape, 0, x.dtype, reduce_scatter.chunks_of(shape, x.dtype, vmem))
     streams = groups.streams(group.size, bidirectional=bidirectional, chunks=blocks.chunks)
-    kept: Any = {"vmem": vmem, "line": False}
-    if bidirectional and reduce_scatter.goes_in_sections(group, blocks, x.dtype, **kept):
+    if bidirectional and reduce_scatter.waits_in_vmem(
+        group, blocks, x.dtype, vmem=vmem, line=False
+    ):
         return _in_sections(x, group, op=op, vmem=vmem, interpret=interpret)
     return launch.call(
         functools.partial(_ring_kernel, blocks=blocks, streams=streams, op=op, vmem=vmem),

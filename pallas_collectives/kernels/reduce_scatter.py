@@ -141,7 +141,7 @@ def _along(
     shape = block_shape(x.shape, axis, group.size)
     blocks = Blocks.of(shape, axis, x.dtype, chunks_of(shape, x.dtype, vmem))
     streams = streams_of(chunks=blocks.chunks)
-    if len(streams) > 1 and goes_in_sections(group, blocks, x.dtype, vmem=vmem, line=line):
+    if len(streams) > 1 and waits_in_vmem(group, blocks, x.dtype, vmem=vmem, line=line):
         return in_sections(x, group, line=line, axis=axis, op=op, **how)
     return launch.call(
         functools.partial(add_on_the_way, blocks=blocks, streams=streams, op=op, vmem=vmem),
@@ -156,7 +156,7 @@ def _along(
     )
 
 
-def goes_in_sections(group: Group, blocks: Blocks, dtype: DType, *, vmem: bool, line: bool) -> bool:
+def waits_in_vmem(group: Group, blocks: Blocks, dtype: DType, *, vmem: bool, line: bool) -> bool:
     """Whether sums of operands in HBM wait in VMEM, and not in HBM, too.
 
     Round a ring that is quicker: by the replay of 16 v6e 2 MiB take 22 us so, for 36, and 16 MiB

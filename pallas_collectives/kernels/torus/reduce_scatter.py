@@ -13,15 +13,14 @@ is finished sends it on at once, into places that nobody's reduction touches.
 Scratch: `sections.SCRATCH_BYTES` of VMEM at the most, whatever the operand, or more where sums are
 packed. An operand for which that is too little goes by in sections (`timetable`), all phases at
 once, each with another section: what the phases of a section load links with unevenly, on a line,
-or between the devices of a chip, others make up for. Round a ring a section goes one way, in
-n_a - 1 steps. A reduction on a line loads its links with
-3, 2, 1 blocks one way, a gather with 1, 2, 3; together that is the least there is.
+or between the devices of a chip, others make up for. Round a ring a section goes one way alone. A
+reduction on a line loads its links with 3, 2, 1 blocks one way, a gather with 1, 2, 3; together
+that is the least there is.
 
 Order and rounding. A sum is built up along one axis after the other: own + (from the left) + (from
 the right), each side's own sum ordered along the ring or line; of sections round a ring own + (from
-upstream). It is the
-same on every run. Within a device terms are added in float32 (integers in 32 bits); each hop rounds
-once to the operand's dtype.
+upstream). It is the same on every run. Within a device terms are added in float32 (integers in 32
+bits); each hop rounds once to the operand's dtype.
 """
 
 import functools
