@@ -84,10 +84,10 @@ def decide(
 def added_by_subcores_us(op: str, algorithm: str, block_bytes: int, n: int) -> float:
     """Microseconds that a sum by an algorithm of n devices takes longer on vector subcores.
 
-    Round a ring of three or more a TensorCore's sums wait in VMEM (`reduce_scatter`).
+    Both ways round a ring of three or more a TensorCore's wait in VMEM (`reduce_scatter`).
     """
     added = block_bytes // n if catalogue.COLLECTIVES[op].sums_everywhere else block_bytes
-    in_vmem = n > 2 and algorithm.partition(":")[0] != "line"
+    in_vmem = n > 2 and algorithm.partition(":")[0] in ("bidirectional", "ring")
     return overlaps.adding_us(added, chips.current(), hops=n // 2 if in_vmem else 0)
 
 

@@ -12,8 +12,8 @@ into places of its neighbours' results that their reduce-scatter does not touch:
     4     [0123]  [0123]  [0123]  [0123]
 
              steps         bytes sent per link and direction    scratch
-    ring     2 floor(n/2)  (n-1)/n of the operand               6/n of the operand, of VMEM;
-                                                                16 MiB at the most
+    ring     2 floor(n/2)  (n-1)/n of the operand               6/n of the operand: see
+                                                                `reduce_scatter`
 
 Blocks are n equal parts of the operand; see `reduce_scatter` for the order of additions, and
 `all_reduce_line` for devices whose first and last share no link, and `one_hop` for small operands.

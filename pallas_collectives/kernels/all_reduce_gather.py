@@ -12,7 +12,7 @@ ring, along a line, or over all axes of a torus at once:
              steps             bytes sent per link and direction    scratch
     ring     floor(n/2)        (n-1)/2 operands                     n operands
     line     n-1               at most n-1 operands                 n operands
-    torus    sum of n_a / 2    (n-1)/(2d) operands, on d axes       n operands
+    torus    sum of n_a // 2   (n-1)/(2d) operands, on d axes       n operands
 
 Order and rounding. Every element is added in the order of the ranks, the first to the second, then
 the third, in float32 (integers in 32 bits), and rounded once. So its bits depend neither on its

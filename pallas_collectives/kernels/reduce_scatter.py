@@ -17,11 +17,12 @@ first, so that both sides' reach their owners in the last step. For small blocks
     bidirectional    floor(n/2)  (n-1)/2 blocks                       6 blocks, 16 MiB at the most
     line             n-1         at most n-1 blocks                   6 blocks, 16 MiB at the most
 
-The scratch, three blocks for each direction however many devices there are, lies in VMEM: round a
-ring of three or more as over a torus of one axis (`torus.reduce_scatter`), in sections if it would
-be more than 16 MiB. On a line, and one way round, it lies where the operands do, with at most 2 MiB
-of VMEM for the tiles being added; along a line, too, it is in VMEM if it would be more than 16 MiB.
-A block goes in chunks: while one is being added the others are on the wire.
+The scratch is three blocks for each direction, however many devices there are. Both ways round a
+ring of three or more it lies in VMEM, as over a torus of one axis (`torus.reduce_scatter`); if it
+would be more than 16 MiB, blocks go by in sections, each half n-1 hops one way round, and so they
+do along a line. Else, and on SparseCores, it lies where the operands do, with at most 2 MiB of VMEM
+for the tiles being added. A block goes in chunks: while one is being added the others are on the
+wire.
 
 Order and rounding. The sum is own + (from the left) + (from the right), each side's own sum ordered
 along the ring: the same on every run. Within a device terms are added in float32 (integers in 32

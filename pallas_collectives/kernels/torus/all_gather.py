@@ -1,7 +1,7 @@
 """All-gather over all axes of a torus at once; see `shares` for who sends what when.
 
              steps           bytes sent per link and direction   scratch
-    torus    sum of n_a / 2  (n-1)/(2d) blocks                   none
+    torus    sum of n_a // 2 (n-1)/(2d) blocks                   none
 
 A phase's hop moves all that the phases before have brought, straight from its place in our result
 to its place in our neighbour's. A stream goes both ways: round a ring as far as the opposite

@@ -3,7 +3,7 @@
              steps           bytes sent per link and direction      scratch
     ring     floor(n/2)      (n-1)/2 packed blocks                  20 MiB VMEM at the most
     line     n-1             at most n-1 packed blocks              20 MiB
-    torus    sum of n_a / 2  (n-1)/(2d) packed blocks               48 MiB; over three, 7/8 of VMEM
+    torus    sum of n_a // 2 (n-1)/(2d) packed blocks               48 MiB; over three, 7/8 of VMEM
 
 The own block comes to VMEM piece by piece, while other pieces are on the wire; each is packed there
 (see `codec`) and sent, both ways round each ring; of many tiles over several axes one way, in

@@ -7,20 +7,20 @@ own block. All-reduce goes on with the all-gather, with no barrier between: a st
 is finished sends it on at once, into places that nobody's reduction touches.
 
                      steps              bytes sent per link and direction
-    reduce_scatter   sum of n_a / 2     (n-1)/(2d) blocks
-    all_reduce       sum of n_a         (n-1)/d blocks
+    reduce_scatter   sum of n_a // 2    (n-1)/(2d) blocks
+    all_reduce       2 (sum of n_a // 2) (n-1)/d blocks
 
 Scratch: `sections.SCRATCH_BYTES` of VMEM at the most, whatever the operand, or more where sums are
 packed. An operand for which that is too little goes by in sections (`timetable`), all phases at
 once, each with another section: what the phases of a section load links with unevenly, on a line,
-or between the devices of a chip, others make up for. Round a ring a section goes one way alone. A
-reduction on a line loads its links with 3, 2, 1 blocks one way, a gather with 1, 2, 3; together
-that is the least there is.
+or between the devices of a chip, others make up for. Round a ring a section goes one way alone
+(`Shares.halfway`). A reduction on a line loads its links with 3, 2, 1 blocks one way, a gather with
+1, 2, 3; together that is the least there is.
 
 Order and rounding. A sum is built up along one axis after the other: own + (from the left) + (from
-the right), each side's own sum ordered along the ring or line; of sections round a ring own + (from
-upstream). It is the same on every run. Within a device terms are added in float32 (integers in 32
-bits); each hop rounds once to the operand's dtype.
+the right), each side's own sum ordered along the ring or line; where a stream goes one way own +
+(from upstream). It is the same on every run. Within a device terms are added in float32 (integers
+in 32 bits); each hop rounds once to the operand's dtype.
 """
 
 import functools

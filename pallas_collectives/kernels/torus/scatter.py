@@ -193,7 +193,9 @@ class Scatter(timetable.Stage):
     def _passes(self, leg: _Leg, hop: Number) -> tuple[Any, Number, Number]:
         """Whether a sum goes on at a hop; as what message it comes, and as what it goes."""
         if leg.behind is None:  # of an even ring, one way is a hop shorter
-            return isinstance(leg.ahead, int) or hop < leg.ahead, hop - 1, hop
+            hops = self._plan.hops(self._plan.bundles[leg.b], leg.phase)
+            always = isinstance(leg.ahead, int) and leg.ahead == hops
+            return always or hop < leg.ahead, hop - 1, hop
         number = hop - leg.behind
         return (leg.behind > 0) & (number >= 0) & (number < leg.ahead), number, number
 

@@ -12,8 +12,8 @@ opposite device, so that every link of the torus carries the same load at all ti
     2       1/4   y +2-1 x 1  x +2-1 x 4
     3       1/4   y +1-2 x 1  x +1-2 x 4
 
-Where blocks go by in sections, a stream goes one way alone, every second one to the left: its next
-section is under way by then, and what it takes of VMEM is half as much.
+Where blocks go by in sections, a stream of most plans (`halfway`) goes one way alone, every second
+one to the left: its next section is under way by then, and it takes half as much of VMEM.
 
 Each link carries (n-1)/(2d) blocks for n devices and d axes, the least there is: n-1 blocks come in
 over 2d links. On axes of different lengths, parts of one size would load the longer axis more; so
@@ -48,13 +48,14 @@ UNITS_FOR_A_CORE = 8
 
 @dataclasses.dataclass(frozen=True)
 class Bundle:
-    """Streams of one size that go through the axes in one order, each in its own direction.
+    """Streams of one size that go through the axes in one order.
 
     Attributes:
       order: the axes, in the order in which a gather goes through them.
       start: where along the cut its first piece begins.
       size: the extent of one piece along the cut.
-      streams: how many; round a ring even ones go RIGHT, odd ones LEFT.
+      streams: how many; round a ring even ones go RIGHT, odd ones LEFT (`direction_of`), or both
+        ways, and as far as the opposite device in that direction (`ways_round`).
       pieces: how many there are, dealt out to the streams in turn. A stream's pieces go one after
         the other, each as a section of its own.
     """
