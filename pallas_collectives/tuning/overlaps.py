@@ -38,6 +38,7 @@ _EXPOSED = 0.25
 # as agree best with the replay (`adding_us`).
 _SUBCORES = 16
 _ADDED = 1.5
+SMALL_BLOCK = (16 << 20) // 6  # bytes: of larger ones others are on the wire while one waits
 _SLOT_US = 2.5  # that a hop takes longer, likewise, whose slot is in HBM and not in VMEM
 
 # Ragged exchanges of this many bytes take less time than the host takes to read their counts.

@@ -287,7 +287,7 @@ def test_a_scatter_with_products_behind_it_stays_in_its_turn() -> None:
     assert whys and not any(LEAVES in why for why in whys)
 
 
-@pytest.mark.parametrize("rows, serves", [(512, "torus"), (4096, "bidirectional:sc")])
+@pytest.mark.parametrize("rows, serves", [(512, "torus"), (8192, "bidirectional:sc")])
 def test_the_core_adds_what_products_would_not_hide(rows: int, serves: str) -> None:
     """On all links of a torus it takes a third of what a SparseCore does, along a ring."""
     pytest.importorskip("libtpu")
