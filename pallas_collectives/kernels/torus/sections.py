@@ -141,10 +141,11 @@ def plan_of(
 
     orders = len(axes) - any(axis.chip for axis in axes)
     on_three = codec is not None and orders > 2
-    finest = 8 if codec and _tiles(block, codec) % (8 * len(axes) * cores) == 0 else 4
+    in_eighths = codec is not None and _tiles(block, codec) % (8 * len(axes) * cores) == 0
+    counts_of_whole = (8, 4, 2, 1)[not in_eighths :] if halves else (2, 1)
     # One way round takes half as many slots. What is packed is best in one section even so.
     ways = (True, False) if codec and not halfway else (True,)
-    for streams, both_ways in itertools.product((finest, 4, 2, 1) if halves else (2, 1), ways):
+    for streams, both_ways in itertools.product(counts_of_whole, ways):
         whole = in_streams(streams, both_ways)
         if streams > 1 and len(whole.bundles) == 1 < orders:
             continue  # too few tiles for so many streams in two orders: an axis would idle
