@@ -244,6 +244,11 @@ def forced_interpret_params() -> Any:
     return _config.pallas_tpu_interpret_mode_context_manager.value
 
 
+def unforced() -> contextlib.AbstractContextManager[Any]:
+    """Within this context kernels are interpreted as they say themselves."""
+    return pltpu.force_tpu_interpret_mode(None)  # type: ignore[arg-type]
+
+
 def in_cluster() -> bool:
     """Whether `jax.distributed.initialize()` finds a cluster of several processes around it."""
     kinds = (kind for kind in _clusters.ClusterEnv._cluster_types if not kind.opt_in_only_method)

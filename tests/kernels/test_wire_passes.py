@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec as P
 
 import harness
@@ -218,3 +219,21 @@ def test_whole_programs_compile_for_tpus(generation: str) -> None:
         names = set(re.findall(r"(wire_\w+)/pallas_call", text))
         kernels = {f"wire_{name}" for name in ("pack", "unpack", "add", "values", "lost", "drawn")}
         assert names == (set() if dtype == "float16" else kernels)
+
+
+@pytest.mark.parametrize("op", ["pack", "sum"])
+def test_passes_run_where_simulated_kernels_are_forced(op: str) -> None:
+    """They send nothing: no simulation of DMAs, whose effects a pass does not have."""
+    wire, x = Wire("int8"), numbers((2, 32, 1024), "float32")
+    format = Format.of(x.shape[1:], x.dtype, wire)
+    assert format is not None
+
+    def passed(x: jax.Array) -> jax.Array:
+        packed = wire_passes.pack(x, format, x.dtype, interpret=True)
+        if op == "pack":
+            return wire_passes.unpack(packed, format, x.dtype, interpret=True)
+        return wire_passes.added(packed, format, x.dtype, x.dtype, op=op, interpret=True)
+
+    want = on_one(passed, x)
+    with pltpu.force_tpu_interpret_mode(harness.EITHER):
+        np.testing.assert_array_equal(on_one(passed, x), want)

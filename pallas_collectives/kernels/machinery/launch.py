@@ -267,16 +267,16 @@ def apart(
       **options: grid, specs, scratch and compiler parameters of `pl.pallas_call`.
     """
     as_bytes = int(seconds * chips.current().hbm_bandwidth)
-    compiled = pl.pallas_call(
-        kernel,
-        out_shape=out_shape,
-        name=name,
-        interpret=bool(interpret),
-        cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=as_bytes),
-        **options,
-    )
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
-    with jax.enable_x64(False):
+    with jax.enable_x64(False), _compat.unforced():
+        compiled = pl.pallas_call(
+            kernel,
+            out_shape=out_shape,
+            name=name,
+            interpret=bool(interpret),
+            cost_estimate=pl.CostEstimate(flops=0, transcendentals=0, bytes_accessed=as_bytes),
+            **options,
+        )
         traced = jax.make_jaxpr(unchecked(compiled))(*shapes)
     _compat.prepare()
     return _apart_p.bind(*operands, call_jaxpr=traced)
