@@ -28,7 +28,15 @@ from benchmarks.settings import MOST_RUNS, FlagError, Settings
 from pallas_collectives import catalogue
 from pallas_collectives.backends import canonical, counters, fastest
 from pallas_collectives.backends.plans import WirePlan
-from pallas_collectives.catalogue.records import JUMPS, LINE, NEIGHBOURS, ON_SEVERAL, RING, TORUS
+from pallas_collectives.catalogue.records import (
+    JUMPS,
+    LINE,
+    NEIGHBOURS,
+    ON_SEVERAL,
+    RING,
+    TORUS,
+    Collective,
+)
 from pallas_collectives.errors import (
     AlgorithmError,
     CollectiveError,
@@ -36,7 +44,7 @@ from pallas_collectives.errors import (
     WireError,
 )
 from pallas_collectives.replay import GENERATIONS, Generation, Machine, MachineError
-from pallas_collectives.topology import chips, placement, reach
+from pallas_collectives.topology import chips, placement
 from pallas_collectives.tuning import choice, tables
 from pallas_collectives.tuning.tables import PACKED, Entry, Table
 from pallas_collectives.wires import Wire
@@ -234,13 +242,7 @@ def model(
         found: dict[str, dict[int, float | None]] = {}
         if there:
             found = {name: dict(zip(there.bytes, us, strict=True)) for name, us in there.us.items()}
-        # Where every device reaches all others, jumps gain nothing: 202 us straight, 208 by jumps,
-        # for blocks of 256 KiB on a 7x 4x4x4.
-        unfit: set[object] = {JUMPS} if reach.everywhere(chips.BY_NAME[chip]) else set()
-        # There all axes at once alone is modelled; what has no such way goes on from fewer devices.
-        if torus not in tables.ONE_AXIS and n > fastest.FEW_DEVICES:
-            unfit |= {a.reach for a in record.algorithms} - {JUMPS, TORUS, NEIGHBOURS}
-        fit = {a.name for a in record.algorithms if a.reach not in unfit}
+        fit = {a.name for a in record.algorithms if a.reach in _modelled(record, chip, torus, n)}
         names = (*candidates(case.op, torus), *packed(case.op, torus))
         as_written = dict.fromkeys((*found, *names))
         offered = [name for name in as_written if name in names and name.partition(":")[0] in fit]
@@ -254,6 +256,18 @@ def model(
         us = {name: times for name, times in us.items() if any(times)}
         if us:
             yield Entry(case.op, chip, torus, n, sizes, us)
+
+
+def _modelled(record: Collective, chip: str, torus: str, n: int) -> set[object]:
+    """What algorithms of a collective reach that are modelled.
+
+    Of more than a few devices on several axes those of all axes at once alone; what has no such way
+    goes on from fewer devices.
+    """
+    reaches: set[object] = {algorithm.reach for algorithm in record.algorithms}
+    if torus in tables.ONE_AXIS or n <= fastest.FEW_DEVICES:
+        return reaches
+    return (reaches & {JUMPS, TORUS, NEIGHBOURS}) - fastest.out_jumped(n, chips.BY_NAME[chip])
 
 
 def candidates(op: str, torus: str) -> tuple[str, ...]:

@@ -21,7 +21,6 @@ def choose(
     how: How,
     operand: jax.Array,
     group: Group,
-    cuts: int = 1,
     perm: Sequence[tuple[int, int]] = (),
 ) -> KernelPlan:
     """The plan for the algorithm asked for ("name", "name:vmem", ...), or for the fastest.
@@ -32,10 +31,7 @@ def choose(
       op: the canonical collective.
       how: the caller's wishes.
       operand: as it is laid out for the kernel.
-      group: the devices. Of those on several axes of a torus all axes at once take part in the
-        choice, where a block can be cut into so many chunks that each link gets one, or devices are
-        many.
-      cuts: into how many chunks a block can be cut.
+      group: the devices.
       perm: a permutation's pairs.
 
     Raises:
@@ -55,7 +51,7 @@ def choose(
     if base == "auto":
         block = record.block_bytes(operand.nbytes, group.size)
         by_subcores = record.adds and suffix == "sc" and how.order is None
-        found = fastest.decide(op, how, block, group, cuts, perm, by_subcores=by_subcores)
+        found = fastest.decide(op, how, block, group, perm, by_subcores=by_subcores)
         base, candidates, engine_why = found.algorithm, found.candidates, found.engine_why
         suffix = "sc" if found.on_sparsecore else suffix
         name = f"{base.partition(':')[0]}:{suffix}" if suffix else base

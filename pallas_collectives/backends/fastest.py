@@ -21,6 +21,7 @@ from pallas_collectives.kernels.machinery import entry
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
+from pallas_collectives.topology.reach import Pattern
 from pallas_collectives.tuning import choice, overlaps, tables
 
 
@@ -47,7 +48,6 @@ def decide(
     how: How,
     block_bytes: int,
     group: Group,
-    cuts: int,
     perm: Sequence[tuple[int, int]] = (),
     *,
     by_subcores: bool = False,
@@ -55,19 +55,17 @@ def decide(
     """The algorithm for a call that names none, and the engine that runs it.
 
     Args:
-      op, how, group, cuts, perm: as `algorithms.choose`'s.
+      op, how, group, perm: as `algorithms.choose`'s.
       block_bytes: of one block, as tables of times count them.
       by_subcores: it has to be one that a SparseCore's vector subcores run.
     """
     chip = chips.current()
     torus = torus_of(group, chip)
-    fastest = functools.partial(
-        _fastest, op, block_bytes, group, chip, cuts, torus, perm, how.order
-    )
+    fastest = functools.partial(_fastest, op, block_bytes, group, chip, torus, perm, how.order)
     on_core = fastest(by_subcores=by_subcores)
     if why := _asked_of_core(how) or overlaps.no_sparsecore(chip):
         return on_core._replace(engine_why=why)
-    names, adds = reachable(op, group, chip, cuts), catalogue.COLLECTIVES[op].adds
+    names, adds = reachable(op, group, chip), catalogue.COLLECTIVES[op].adds
     able = (a for a in in_order(op, how.order) if a.name in names)
     if not any(a.by_subcores or not adds for a in able):
         why = "a SparseCore adds along rings and lines alone, in their order"
@@ -97,7 +95,7 @@ def decided(op: str, how: How, nbytes: int, group: Group) -> Decision | None:
     """What serves a call of an operand of so many bytes; None where lax will."""
     block = catalogue.COLLECTIVES[op].block_bytes(nbytes, group.size)
     try:
-        return decide(op, how, block, placement.arranged(group), _cuts(op, block, group))
+        return decide(op, how, block, placement.arranged(group))
     except UNSERVABLE:
         return None
 
@@ -113,7 +111,7 @@ _EXCHANGE = ordered.EXCHANGE.name
 
 
 def _exchange(
-    op: str, block_bytes: int, group: Group, chip: Chip, cuts: int, torus: str
+    op: str, block_bytes: int, group: Group, chip: Chip, torus: str
 ) -> tuple[float, Candidate] | None:
     """The time of `ordered.EXCHANGE`, of its steps one after the other; None if no table has one.
 
@@ -123,7 +121,7 @@ def _exchange(
     part = block_bytes if record.of_blocks else -(-block_bytes // group.size)
     steps = []
     for step in record.ordered_steps:
-        able = reachable(step, group, chip, cuts)
+        able = reachable(step, group, chip)
         found = choice.predict(step, part, group.size, chip, able, torus)
         if not found:
             return None
@@ -141,7 +139,6 @@ def _fastest(
     block_bytes: int,
     group: Group,
     chip: Chip,
-    cuts: int,
     torus: str,
     perm: Sequence[tuple[int, int]],
     order: str | None,
@@ -156,7 +153,7 @@ def _fastest(
     if by_subcores:
         algorithms = tuple(algorithm for algorithm in algorithms if algorithm.by_subcores)
     fit = {algorithm.name for algorithm in algorithms}
-    names = tuple(name for name in reachable(op, group, chip, cuts) if name in fit)
+    names = tuple(name for name in reachable(op, group, chip) if name in fit)
     if not is_shift(group, perm):
         shifts = {a.name for a in algorithms if a.shifts_alone}
         if shifts.issuperset(names) and names:
@@ -181,7 +178,7 @@ def _fastest(
     ]
     if exchanges:
         names = (*names, _EXCHANGE)
-        if composed := _exchange(op, block_bytes, group, chip, cuts, torus):
+        if composed := _exchange(op, block_bytes, group, chip, torus):
             timed = sorted([*timed, composed], key=lambda entry: entry[0])
         else:
             others.append(Candidate(_EXCHANGE, None, None, _UNTIMED))
@@ -194,16 +191,10 @@ def _fastest(
     return Decision(candidates[0].algorithm, timed[0][0], (*candidates, *others))
 
 
-def _cuts(op: str, block_bytes: int, group: Group) -> int:
-    """Into how many chunks a block, or a share of a whole sum, can be cut if it is whole tiles."""
-    whole = catalogue.COLLECTIVES[op].sums_everywhere
-    return max(1, (block_bytes // group.size if whole else block_bytes) >> 12)
-
-
 def predicted(op: str, block_bytes: int, group: Group) -> dict[str, float]:
     """Microseconds of the algorithms that can serve a group, of those that have a time."""
     chip = chips.current()
-    names = reachable(op, group, chip, _cuts(op, block_bytes, group))
+    names = reachable(op, group, chip)
     found = choice.predict(op, block_bytes, group.size, chip, names, torus_of(group, chip))
     return {name: prediction.us for name, prediction in found.items()}
 
@@ -269,8 +260,6 @@ def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) ->
         why = "on so many devices another is faster"
     elif algorithm.reach is not TORUS:
         why = "the devices have no ring of single links"
-    elif group.torus:
-        why = "a block has too few tiles to be cut for all axes"
     else:
         why = "on one axis it is the same as a ring"
     return f"{why}; name it to use it"
@@ -287,27 +276,37 @@ def torus_of(group: Group, chip: Chip) -> str:
     return "line" if group.line else "ring"
 
 
-# On a torus of more devices nothing is as fast as all axes at once, also for blocks that cannot be
-# cut for all links: on v5p 4x4x4 a ring takes 1.3 to 5 times as long; of an all-to-all of 4 MiB a
-# device on 7x 4x4x4 753 us, where direct takes 62 and jumps 65.
+# On a torus of more devices nothing is as fast as all axes at once: on v5p 4x4x4 a ring takes 1.3
+# to 5 times as long; of an all-to-all of 4 MiB a device on 7x 4x4x4 753 us, where direct takes 62
+# and jumps 65.
 FEW_DEVICES = 16
 
 
-def reachable(op: str, group: Group, chip: Chip, cuts: float) -> tuple[str, ...]:
+def reachable(op: str, group: Group, chip: Chip) -> tuple[str, ...]:
     """The algorithms of a collective that can serve: that write only to devices which the chip can
-    reach, and of blocks that can be cut into so many chunks (`cuts`).
+    reach.
 
     Of a group on several axes of a torus without a ring of single links, no ring; nor for an
     exchange among more than a few devices, whose blocks would go round all of it.
     """
     able = [a for a in catalogue.COLLECTIVES[op].algorithms if serves(a, group, chip)]
-    kinds, unfit, few = {a.reach for a in able}, {TORUS}, group.size <= FEW_DEVICES
-    enough = 2 * len(group.torus) if few else 0
-    if group.torus and TORUS in kinds and cuts >= enough:
-        unfit = {RING, LINE} if group.line else set()
-    if group.torus and JUMPS in kinds and not few:
-        unfit |= {RING, LINE}
+    kinds = {a.reach for a in able}
+    unfit: set[Pattern] = set()
+    if not group.torus:
+        unfit = {TORUS}
+    elif (TORUS in kinds and group.line) or (JUMPS in kinds and group.size > FEW_DEVICES):
+        unfit = {RING, LINE, *out_jumped(group.size, chip)}
     return tuple(a.name for a in able if a.reach not in unfit)
+
+
+def out_jumped(n: int, chip: Chip) -> set[Pattern]:
+    """`JUMPS`, where what goes straight takes less time.
+
+    Among more than a few devices that reach each other it takes less: on v4 4x4x4 an all-to-all of
+    blocks of 4 KiB 16 us, by jumps 22. Among fewer jumps are quicker for small blocks alone: round
+    16 v5p 11.4 us for 13.2, of 32 KiB 22.0 for 20.9.
+    """
+    return {JUMPS} if n > FEW_DEVICES and chip.reaches_all else set()
 
 
 def serves(algorithm: Algorithm, group: Group, chip: Chip) -> bool:

@@ -1,7 +1,5 @@
 """Who serves a call, and how that is counted."""
 
-from typing import Any
-
 import jax
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 import harness
 import pallas_collectives
-from pallas_collectives.backends import fastest, serving
+from pallas_collectives.backends import serving
 from pallas_collectives.backends.choice import ENVIRONMENT_VARIABLE
 from pallas_collectives.errors import AlgorithmError, BackendError, DtypeError, UnservedError
 from pallas_collectives.topology import placement
@@ -163,33 +161,3 @@ def test_what_no_kernel_serves_has_the_effects_of_what_does() -> None:
     assert serving.effects(run, [x], otherwise=lambda _: ()) == frozenset()
     with pytest.raises(UnservedError):
         serving.effects(run, [x])
-
-
-@pytest.mark.parametrize("rows", [8, 16, 256])
-@pytest.mark.parametrize("op", ["psum", "all_gather", "psum_scatter"])
-def test_what_bytes_can_be_cut_into_is_what_their_array_can(
-    op: str, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is asked of bytes alone, for an array that is yet to be, is what will serve it."""
-    seen, decide = [], fastest.decide
-
-    def recorded(
-        op: str, how: Any, block: int, group: Any, cuts: int, *more: Any, **kw: Any
-    ) -> Any:
-        seen.append((cuts, fastest._cuts(op, block, group)))
-        return decide(op, how, block, group, cuts, *more, **kw)
-
-    monkeypatch.setattr(fastest, "decide", recorded)
-    mesh, spec = harness.tpu_mesh("v6e:4x4", {"x": 4, "y": 4}), PartitionSpec(("x", "y"))
-    tiled = {} if op == "psum" else {"tiled": True}
-    call = jax.shard_map(
-        lambda x: getattr(pallas_collectives, op)(x, ("x", "y"), **tiled)[:1],
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-    )
-    whole = 16 * rows * (16 if op == "psum_scatter" else 1)
-    where = jax.sharding.NamedSharding(mesh, spec)
-    jax.jit(call).lower(jax.ShapeDtypeStruct((whole, 128), "float32", sharding=where))
-    assert seen and all(cuts == guessed for cuts, guessed in seen)

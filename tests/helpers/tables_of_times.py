@@ -95,7 +95,7 @@ def reachable(op: str, n: int, chip: Any, torus: str | None = None) -> tuple[str
         group = dataclasses.replace(group, order=order, torus=along)
     row = [there.place(number) for number in range(group.size)]
     with on_torus(Places(there, tuple(row)), dict(zip(group.axes, group.sizes, strict=True))):
-        return by_times.reachable(op, group, chip, cuts=512)
+        return by_times.reachable(op, group, chip)
 
 
 @contextlib.contextmanager

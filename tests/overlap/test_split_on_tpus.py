@@ -68,7 +68,7 @@ def test_explain_gives_the_reason_by_which_it_was_decided(op, pod, axes):
             block = record.block_bytes(nbytes, group.size)
             chip = chips.current()
             of = record.name, block, group.size, chip
-            names = fastest.reachable(record.name, group, chip, cuts=max(1, block >> 12))
+            names = fastest.reachable(record.name, group, chip)
             (there, name), (here, _) = (
                 min(
                     ((p.us, name) for name, p in predict(*of, chosen, said.torus).items()),

@@ -85,7 +85,7 @@ def test_when_all_axes_are_chosen(name: str, op: str, nbytes: int, chosen: bool)
             placement.arranged(Group(tuple(sizes), tuple(sizes.values()))),
             chips.current(),
         )
-        reach = reachable(op, group, chip, cuts=512)
+        reach = reachable(op, group, chip)
         on = torus_of(group, chip)
         best = fastest(op, nbytes, group.size, chip, reach, on)
     assert (best.partition(":")[0] == "torus") == chosen

@@ -111,8 +111,8 @@ def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
             assert not entries
             continue
         groups = set(tune.groups(chip.name))
-        by_jumps = op == "all_to_all" and not chip.reaches_all  # else they gain nothing
-        if of_partners_alone(op) or (op == "all_to_all" and not by_jumps):
+        straight = op == "all_to_all" and chip.reaches_all
+        if of_partners_alone(op) or straight:
             groups = {(torus, n) for torus, n in groups if n <= 16}
         groups = {  # of more than 16 devices times are of all axes at once, where the chip can
             (torus, n) for torus, n in groups if n <= 16 or "torus" in reachable(op, n, chip, torus)
@@ -128,8 +128,6 @@ def test_the_modelled_table_has_every_chip_group_and_algorithm() -> None:
         assert {(e.torus, e.devices) for e in entries} == groups, hint
         for e in entries:
             reached = set(reachable(op, e.devices, chip, e.torus))
-            if op == "all_to_all" and not by_jumps:
-                reached -= {"torus"}
             if e.devices > 16:
                 reached = {"torus", "gather"}
             names = tune.candidates(op, e.torus), tune.packed(op, e.torus)

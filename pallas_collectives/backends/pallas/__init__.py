@@ -23,7 +23,6 @@ from pallas_collectives.backends.plans import How, KernelPlan
 from pallas_collectives.errors import ReachError
 from pallas_collectives.kernels.machinery import spaces
 from pallas_collectives.kernels.machinery.blocks import LANES, sliceable
-from pallas_collectives.kernels.torus import shares
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
 
@@ -43,8 +42,7 @@ def all_gather(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Array:
     aligned = aligned and packed.size > 1
     block = packed if aligned else packed.reshape(1, *_at_least_2d(packed.shape))
     block, along = spaces.widened(block), axis if aligned else 0
-    cuts = shares.cuts(block.shape, along, block.dtype)
-    plan = algorithms.choose("all_gather", how, block, group, cuts)
+    plan = algorithms.choose("all_gather", how, block, group)
     gathered = algorithms.launch(plan, block, group, axis=along, interpret=how.interpret)
     if not aligned:
         stack = _of_widened(gathered, packed).reshape(group.size, *packed.shape)

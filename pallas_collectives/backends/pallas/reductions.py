@@ -17,7 +17,6 @@ from pallas_collectives.errors import DtypeError
 from pallas_collectives.kernels.machinery.blocks import LANES, block_shape, sliceable, sublanes
 from pallas_collectives.kernels.machinery.codec import Codec
 from pallas_collectives.kernels.torus import reduce_scatter as torus
-from pallas_collectives.kernels.torus import shares
 from pallas_collectives.topology import placement
 from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
@@ -41,10 +40,8 @@ def reduce_scatter(x: jax.Array, group: Group, *, axis: int, how: How) -> jax.Ar
     packing.check_in_place("reduce_scatter", wire, how, aligned or x.ndim == 1)
     if not aligned:
         wire = _rows(blocks_of(wire, axis, group.size).reshape(group.size, -1))
-    block = tuple(shape) if aligned else wire.shape[1:]
     along = axis if aligned else 0
-    cuts = shares.cuts(block, along, wire.dtype)
-    plan = algorithms.choose("reduce_scatter", how, wire, group, cuts)
+    plan = algorithms.choose("reduce_scatter", how, wire, group)
     y = algorithms.launch(plan, wire, group, axis=along, op="sum", interpret=how.interpret)
     y = y if aligned else _unrows(y, tuple(shape), plan)
     return y.astype(x.dtype)
@@ -115,8 +112,7 @@ def all_reduce(x: jax.Array, group: Group, *, op: str, how: How) -> jax.Array:
     blocks = _in_blocks(wire, group.size)
     as_it_lies = x.ndim < 2 or _padded_as_it_lies(x.shape, group.size, wire.dtype)
     packing.check_in_place("all_reduce", wire, how, bool(as_it_lies) and blocks.size == x.size)
-    cuts = shares.cuts(blocks.shape[1:], 0, blocks.dtype)
-    plan = algorithms.choose("all_reduce", how, wire, group, cuts)
+    plan = algorithms.choose("all_reduce", how, wire, group)
     blocks = _in_blocks(wire, 1) if plan.record.takes_whole else blocks
     y = algorithms.launch(plan, blocks, group, op=op, interpret=how.interpret)
     return _out_of_blocks(y, x.shape, plan).astype(x.dtype)

@@ -38,7 +38,6 @@ from jax.experimental import pallas as pl
 from pallas_collectives.annotations import DType, Number, Ref
 from pallas_collectives.kernels.machinery.blocks import LANES, Chunking, sublanes
 from pallas_collectives.kernels.torus import balance
-from pallas_collectives.kernels.torus.views import View
 from pallas_collectives.topology.groups import LEFT, RIGHT, Group, Ring
 
 # What each of two cores has of a block at the least: by the replay of v5p a packed sum over two
@@ -367,13 +366,6 @@ class Shares:
     @property
     def _cut_dimension(self) -> int:
         return self.cut if self.cut < self.at else self.cut + len(self.sizes)
-
-
-def cuts(shape: tuple[int, ...], axis: int, dtype: DType) -> int:
-    """Into how many parts blocks of a shape, along an axis, can be cut."""
-    block = View.of(shape, axis).block
-    cut, grain = _finest_cut(block, dtype, 1)
-    return block[cut] // grain
 
 
 def _finest_cut(

@@ -144,11 +144,6 @@ def test_the_table_in_the_docstring_is_the_course() -> None:
     assert all(line in (torus.__doc__ or "") for line in table.splitlines()), f"\n{table}"
 
 
-def test_small_and_uncuttable_blocks_go_another_way() -> None:
-    assert torus.cuts((4096, 256), 0, "float32") == 512
-    assert torus.cuts((8, 100), 0, "float32") == 1
-
-
 # The timetable.
 
 
