@@ -265,9 +265,10 @@ def _modelled(record: Collective, chip: str, torus: str, n: int) -> set[object]:
     goes on from fewer devices.
     """
     reaches: set[object] = {algorithm.reach for algorithm in record.algorithms}
-    if torus in tables.ONE_AXIS or n <= fastest.FEW_DEVICES:
+    if torus in tables.ONE_AXIS:
         return reaches
-    return (reaches & {JUMPS, TORUS, NEIGHBOURS}) - fastest.out_jumped(n, chips.BY_NAME[chip])
+    at_once = reaches if n <= fastest.FEW_DEVICES else reaches & {JUMPS, TORUS, NEIGHBOURS}
+    return at_once - fastest.outrun(chips.BY_NAME[chip])
 
 
 def candidates(op: str, torus: str) -> tuple[str, ...]:

@@ -256,7 +256,9 @@ def _no_time(algorithm: Algorithm, can_serve: bool, group: Group, chip: Chip) ->
         return f"{chip.name} cannot write to all the devices that it must reach"
     if algorithm.reach is PARTNERS:
         return "it serves shifts by one position"
-    if algorithm.reach is not TORUS and group.size > FEW_DEVICES:
+    if group.torus and algorithm.reach in outrun(chip):
+        why = "over several axes what goes straight is faster"
+    elif algorithm.reach is not TORUS and group.size > FEW_DEVICES:
         why = "on so many devices another is faster"
     elif algorithm.reach is not TORUS:
         why = "the devices have no ring of single links"
@@ -291,22 +293,22 @@ def reachable(op: str, group: Group, chip: Chip) -> tuple[str, ...]:
     """
     able = [a for a in catalogue.COLLECTIVES[op].algorithms if serves(a, group, chip)]
     kinds = {a.reach for a in able}
-    unfit: set[Pattern] = set()
-    if not group.torus:
-        unfit = {TORUS}
-    elif (TORUS in kinds and group.line) or (JUMPS in kinds and group.size > FEW_DEVICES):
-        unfit = {RING, LINE, *out_jumped(group.size, chip)}
+    unfit = outrun(chip) if group.torus else {TORUS}
+    if group.torus and (
+        (TORUS in kinds and group.line) or (JUMPS in kinds and group.size > FEW_DEVICES)
+    ):
+        unfit |= {RING, LINE}
     return tuple(a.name for a in able if a.reach not in unfit)
 
 
-def out_jumped(n: int, chip: Chip) -> set[Pattern]:
-    """`JUMPS`, where what goes straight takes less time.
+def outrun(chip: Chip) -> set[Pattern]:
+    """What over several axes is slower than what goes straight: `JUMPS`, if devices reach all.
 
-    Among more than a few devices that reach each other it takes less: on v4 4x4x4 an all-to-all of
-    blocks of 4 KiB 16 us, by jumps 22. Among fewer jumps are quicker for small blocks alone: round
-    16 v5p 11.4 us for 13.2, of 32 KiB 22.0 for 20.9.
+    By the replay, of an all-to-all of blocks of 32 KiB on v5p 4x4 11.1 us for 10.9, on v4 4x4x4
+    39.6 for 38.1. Along one axis jumps are quicker for small blocks: round 16 v5p of 4 KiB 11.4 us
+    for 13.2.
     """
-    return {JUMPS} if n > FEW_DEVICES and chip.reaches_all else set()
+    return {JUMPS} if chip.reaches_all else set()
 
 
 def serves(algorithm: Algorithm, group: Group, chip: Chip) -> bool:
