@@ -113,7 +113,8 @@ def override_lax(
     * code that runs or is traced outside: a vjp function made inside but first called outside runs
       our collectives where the forward pass did, and lax's for the sums that it adds;
     * the sums that differentiating `jax.shard_map` with `check_vma=False` adds for operands that
-      its `in_specs` replicate, because JAX makes them without `jax.lax`: see `overridden`;
+      its `in_specs` replicate, or a `jax.lax.pcast` to "reduced", because JAX makes them without
+      `jax.lax`: see `overridden`;
     * collectives in a partition of `jax.experimental.custom_partitioning`, where no mesh is known;
     * collectives that nobody calls: those that XLA adds under `jax.jit` with shardings.
 

@@ -132,6 +132,18 @@ def checked_perm(perm: Sequence[tuple[int, int]], size: int) -> list[tuple[int, 
     return [(source % size, target % size) for source, target in pairs]
 
 
+def shuffled(perm: Sequence[int], size: int) -> list[tuple[int, int]]:
+    """The pairs of a permutation that names each device's source."""
+    try:
+        sources = [operator.index(source) for source in perm]
+    except TypeError:
+        sources = []
+    if sorted(sources) != list(range(size)):
+        rule = f"it must be the numbers of all {size} devices, each once"
+        raise CollectiveError(f"perm={perm!r}", rule, "name for each device where its x comes from")
+    return [(source, target) for target, source in enumerate(sources)]
+
+
 def checked_source(source: Number, size: int) -> Number:
     """A source, as an int if tracing knows it: it exists then. Before JAX 0.12 it has to."""
     if isinstance(source, jax.Array) and (source.shape, source.dtype) != ((), np.int32):

@@ -157,7 +157,7 @@ REFUSED: dict[str, tuple[Callable[[jax.Array], Any], type[Exception], tuple[str,
     "shuffle from one device twice": (
         lambda x: pc.pshuffle(x, "x", [0, 0, 1, 2]),
         CollectiveError,
-        ("(0, 0), (0, 1)", "source twice", "at most once as a source"),
+        ("perm=[0, 0, 1, 2]", "of all 4 devices, each once", "where its x comes from"),
     ),
     "broadcast from nowhere": (
         lambda x: pc.pbroadcast(x, "x", 4),

@@ -133,10 +133,10 @@ class OverrideReport:
         if not self.programs:
             return "no program was built: each was compiled before, or is called outside the `with`"
         return (
-            f"programs built: {self.programs}, calls in them that it replaces: none. Programs that "
-            "were compiled before are not built again; under jax.jit with shardings XLA makes the "
-            "collectives, and jax.experimental.custom_partitioning knows no mesh: call them in "
-            "jax.shard_map"
+            f"programs built: {self.programs}, calls in them that it replaces: none. Calls over "
+            "one device, or of nothing, need no kernel; programs that were compiled before are not "
+            "built again; under jax.jit with shardings XLA makes the collectives, and "
+            "jax.experimental.custom_partitioning knows no mesh: call them in jax.shard_map"
         )
 
 

@@ -350,8 +350,7 @@ def pshuffle(
     over: dict[str, Any] = {"wire": wire, "wire_backward": wire_backward}
     how = choice.settle(axis_name, None, backend, algorithm, **over)
     validation.check_order(axis_name)
-    pairs = [(source, target) for target, source in enumerate(perm)]
-    validation.checked_perm(pairs, validation.size_of(axis_name))
+    pairs = validation.shuffled(perm, validation.size_of(axis_name))
     if dequantize is not True:
         by: dict[str, Any] = {**over, "backend": backend, "algorithm": algorithm}
         return ppermute(x, axis_name, pairs, dequantize=dequantize, **by)

@@ -230,7 +230,7 @@ def pshuffle_start(
       >>> jax.vmap(start, axis_name="x")(jnp.arange(4.0))
       Array([1., 2., 3., 0.], dtype=float32)
     """
-    pairs = [(source, target) for target, source in enumerate(perm)]
+    pairs = validation.shuffled(perm, validation.size_of(axis_name))
     how: dict[str, Any] = {"backend": backend, "algorithm": algorithm}
     return ppermute_start(x, axis_name, pairs, **how, after=after, **narrower)
 

@@ -187,6 +187,7 @@ def test_programs_without_calls_are_warned_of_until_some_were_replaced(
     (warning,) = warnings(sharded)
     assert "programs built: 1, calls in them that it replaces: none" in warning
     assert "under jax.jit with shardings XLA makes the collectives" in warning
+    assert "Calls over one device, or of nothing, need no kernel" in warning
     assert "jax.experimental.custom_partitioning knows no mesh" in warning
     assert not warnings(sharded), "told already"
     warnings(lambda: run(doubled_sum))
