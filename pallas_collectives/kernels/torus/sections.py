@@ -53,8 +53,10 @@ LEAST_TILES_ON_THREE = 1
 PARTS = 2
 STREAMS_IN_PARTS = ((6,), (4,), (2,))
 
-# As many sections at least where their phases load links unevenly.
-SECTIONS = 8
+# As many sections at least where their phases load links unevenly; of what is not packed fewer, if
+# all streams together would have less than so many bytes in one. By the replay of v6e 4 x 4 a
+# psum_scatter of 6 MiB takes 43 us so, and 103 in pieces of a tile; 8 MiB on v5e 4 x 4 99 and 106.
+SECTIONS, SECTION_BYTES = 8, 192 << 10
 
 # What a link carries in the time that a section costs round rings: by the replay of v5p 4 x 4 x 8,
 # where twice as many sections of half the size took 4 to 5 us more each.
@@ -159,7 +161,7 @@ def plan_of(
     in_parts = on_three and not any(axis.chip or axis.line or axis.size % PARTS for axis in axes)
     cut_in = functools.partial(whole.in_sections, parts=PARTS if in_parts else 1)
     units = whole.extent // whole.grain
-    share = units // (orders * (SECTIONS if uneven else 1))
+    share = units // (orders * (_least_sections(block, dtype, codec, orders) if uneven else 1))
     # On lines both ways need several sections (see above).
     least = LEAST_TILES // 2 if there_and_back and any(whole.lines) else LEAST_TILES
     least = min(LEAST_TILES_ON_THREE if on_three else least, units // 2) if codec else 0
@@ -171,6 +173,11 @@ def plan_of(
             return min(fitting, key=lambda plan: _cost(plan, dtype))
     # Blocks that are too coarse to be cut so finely: as finely as they go.
     return whole if vmem else whole.in_sections(whole.grain, streams=2)
+
+
+def _least_sections(block: tuple[int, ...], dtype: DType, codec: Codec | None, orders: int) -> int:
+    nbytes = math.prod(block) * jnp.dtype(dtype).itemsize // orders
+    return SECTIONS if codec else max(1, min(SECTIONS, nbytes // SECTION_BYTES))
 
 
 def _is_short(plan: Shares, codec: Codec) -> bool:

@@ -306,6 +306,20 @@ def test_scratch_of_sums_is_16_mib_at_the_most(
         assert sections.vmem_bytes(of(plan)) <= 16 << 20
 
 
+@pytest.mark.parametrize("kib", [384, 512, 1024, 2048])
+def test_sections_along_lines_are_worth_their_time(
+    kib: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Blocks that just do not fit in one section had 48 of them, of a tile for each stream."""
+    monkeypatch.setattr(chips, "current", lambda: chips.BY_NAME["v5p"])
+    axes = [Group((name,), (4,), line=True) for name in NAMES[:2]]
+    of = functools.partial(reduce_scatter.ScatterScratch.of, dtype=jnp.float32, vmem=False)
+    how: Any = {"there_and_back": False, "vmem": False, "codec": None}
+    plan = sections.plan_of(axes, (2 * kib, 128), 0, jnp.dtype("float32"), of, **how)
+    assert sections.vmem_bytes(of(plan)) <= 16 << 20
+    assert max(bundle.size for bundle in plan.bundles) * 128 * 4 >= 24 << 10
+
+
 @pytest.mark.parametrize("rows", [64, 512, 2048, 4096])
 @pytest.mark.parametrize("back", [False, True])
 def test_scratch_of_sums_leaves_semaphores_to_a_step(
