@@ -301,7 +301,7 @@ def _replayed(
     name, _, space = algorithm.partition(":")
     if space == PACKED:
         return _replayed_packed(replay_rows.Task(machine, case, "bfloat16", size, name, axes))
-    if algorithm.endswith(":vmem") and size > 8 * choice.VMEM_UP_TO_BYTES:
+    if algorithm.endswith(":vmem") and size > 4 * choice.VMEM_UP_TO_BYTES:
         return None
     task = replay_rows.Task(machine, case, DTYPE, size, algorithm, axes)
     try:
