@@ -45,7 +45,7 @@ from pallas_collectives.errors import (
 )
 from pallas_collectives.replay import GENERATIONS, Generation, Machine, MachineError
 from pallas_collectives.topology import chips, placement
-from pallas_collectives.tuning import choice, tables
+from pallas_collectives.tuning import tables
 from pallas_collectives.tuning.tables import PACKED, Entry, Table
 from pallas_collectives.wires import Wire
 
@@ -70,6 +70,8 @@ OPERAND_BYTES = (*BLOCK_BYTES, 4 << 20, 16 << 20, 64 << 20)
 # Of what each device has something of its own in for each other, so much is modelled at the most:
 # the time of more is on the line through the last two.
 MOST_OPERAND_BYTES = 128 << 20
+# In VMEM some more is modelled than is chosen there (`choice.VMEM_UP_TO_BYTES`).
+MOST_IN_VMEM = 8 << 20
 # Bytes of the full array, where they are measured.
 FULL_BYTES = tuple(64 << 10 << 3 * i for i in range(5))
 DTYPE = "float32"
@@ -301,7 +303,7 @@ def _replayed(
     name, _, space = algorithm.partition(":")
     if space == PACKED:
         return _replayed_packed(replay_rows.Task(machine, case, "bfloat16", size, name, axes))
-    if algorithm.endswith(":vmem") and size > 4 * choice.VMEM_UP_TO_BYTES:
+    if algorithm.endswith(":vmem") and size > MOST_IN_VMEM:
         return None
     task = replay_rows.Task(machine, case, DTYPE, size, algorithm, axes)
     try:

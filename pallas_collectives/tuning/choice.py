@@ -41,7 +41,7 @@ ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
 # Operands of reductions up to this size may be copied to VMEM and back (1 MiB takes about 1 us);
 # larger ones would take from VMEM what XLA keeps there between operations. By the replay of 16 v6e
 # a psum_scatter of 2 MiB takes 18 us so, for 22, and a psum of 128 KiB 16 for 20.
-VMEM_UP_TO_BYTES = 2 << 20
+VMEM_UP_TO_BYTES = 5 << 19
 # Whose times stand for a chip without times: simulated devices reach each other as v5p's do.
 STAND_IN = "v5p"
 
