@@ -11,7 +11,9 @@ import pallas_collectives as pc
 from pallas_collectives import noise, wires
 from pallas_collectives.backends.plans import How
 from pallas_collectives.errors import DtypeError, WireError
+from pallas_collectives.kernels.torus.shares import Shares
 from pallas_collectives.lowering import quantized
+from pallas_collectives.topology.groups import Group
 from pallas_collectives.wires import Wire
 
 SCALED = ("int8", "float8_e4m3fn", "float8_e5m2")
@@ -178,6 +180,9 @@ def test_small_blocks_can_be_cut_for_all_links(numbers: int, units: int) -> None
     wire = Wire("int8")
     packed = wires.pack(*wires.quantize(jnp.ones((2, numbers)), wire))
     assert packed.shape == (2, units, 8, 128)
+    axes = [Group((name,), (4,)) for name in "xy"]
+    plan = Shares.of(axes, packed.shape[1:], 0, packed.dtype, streams=2)
+    assert plan.extent // plan.grain == units
     rows = wires.pack(*wires.quantize(jnp.ones((2, numbers)), wire), cut=False)
     assert rows.nbytes == 2 * wires.packed_bytes((numbers,), wire, cut=False)
     assert rows.nbytes == 2 * numbers * 33 // 32, "rows of a ragged exchange, which nothing cuts"

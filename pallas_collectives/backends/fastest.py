@@ -18,10 +18,9 @@ from pallas_collectives.catalogue.records import (
 )
 from pallas_collectives.errors import AlgorithmError, UnservedError
 from pallas_collectives.kernels.machinery import entry
-from pallas_collectives.topology import chips, placement
+from pallas_collectives.topology import chips, placement, reach
 from pallas_collectives.topology.chips import Chip
 from pallas_collectives.topology.groups import Group
-from pallas_collectives.topology.reach import Pattern
 from pallas_collectives.tuning import choice, overlaps, tables
 
 
@@ -301,14 +300,14 @@ def reachable(op: str, group: Group, chip: Chip) -> tuple[str, ...]:
     return tuple(a.name for a in able if a.reach not in unfit)
 
 
-def outrun(chip: Chip) -> set[Pattern]:
+def outrun(chip: Chip) -> set[reach.Pattern]:
     """What over several axes is slower than what goes straight: `JUMPS`, if devices reach all.
 
     By the replay, of an all-to-all of blocks of 32 KiB on v5p 4x4 11.1 us for 10.9, on v4 4x4x4
     39.6 for 38.1. Along one axis jumps are quicker for small blocks: round 16 v5p of 4 KiB 11.4 us
     for 13.2.
     """
-    return {JUMPS} if chip.reaches_all else set()
+    return {JUMPS} if reach.everywhere(chip) else set()
 
 
 def serves(algorithm: Algorithm, group: Group, chip: Chip) -> bool:

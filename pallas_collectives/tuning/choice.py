@@ -42,6 +42,8 @@ ENVIRONMENT_VARIABLE = "PALLAS_COLLECTIVES_TUNING"
 # larger ones would take from VMEM what XLA keeps there between operations. By the replay of 16 v6e
 # a psum_scatter of 2 MiB takes 18 us so, for 22, and a psum of 128 KiB 16 for 20.
 VMEM_UP_TO_BYTES = 5 << 19
+# Larger blocks than this gain less than 4% by it.
+VMEM_BLOCK_BYTES = 1 << 20
 # Whose times stand for a chip without times: simulated devices reach each other as v5p's do.
 STAND_IN = "v5p"
 
@@ -183,7 +185,8 @@ def _variants(op: str, name: str, block_bytes: int, devices: int) -> tuple[str, 
     if algorithm is None or algorithm.in_vmem is None:
         return (name,)
     kept = algorithm.in_vmem(block_bytes, devices)
-    return (f"{name}:vmem", name) if kept <= VMEM_UP_TO_BYTES else (name,)
+    fits = block_bytes <= VMEM_BLOCK_BYTES and kept <= VMEM_UP_TO_BYTES
+    return (f"{name}:vmem", name) if fits else (name,)
 
 
 def _predict(

@@ -161,3 +161,25 @@ def test_what_no_kernel_serves_has_the_effects_of_what_does() -> None:
     assert serving.effects(run, [x], otherwise=lambda _: ()) == frozenset()
     with pytest.raises(UnservedError):
         serving.effects(run, [x])
+
+
+@pytest.mark.parametrize("rows", [8, 16, 256])
+@pytest.mark.parametrize("op", ["psum", "all_gather", "psum_scatter"])
+def test_what_is_said_of_bytes_alone_serves_their_array(op: str, rows: int) -> None:
+    """What is asked of bytes alone, for an array that is yet to be, is what will serve it."""
+    mesh, spec = harness.tpu_mesh("v6e:4x4", {"x": 4, "y": 4}), PartitionSpec(("x", "y"))
+    tiled = {} if op == "psum" else {"tiled": True}
+    call = jax.shard_map(
+        lambda x: getattr(pallas_collectives, op)(x, ("x", "y"), **tiled)[:1],
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        check_vma=False,
+    )
+    whole = 16 * rows * (16 if op == "psum_scatter" else 1)
+    where = jax.sharding.NamedSharding(mesh, spec)
+    pallas_collectives.reset_counts()
+    jax.jit(call).lower(jax.ShapeDtypeStruct((whole, 128), "float32", sharding=where))
+    said = pallas_collectives.explain(op, whole // 16 * 512, mesh=mesh, axis_name=("x", "y"))
+    ((_, _, served),) = pallas_collectives.counts()
+    assert served == said.algorithm

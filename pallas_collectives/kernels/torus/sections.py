@@ -115,7 +115,8 @@ def plan_of(
 
     halfway: whether streams go both ways round rings in several sections, too, as they do in one.
     """
-    stream_bytes = math.prod(block) * jnp.dtype(dtype).itemsize // (2 * len(axes) * cores)
+    nbytes = math.prod(block) * jnp.dtype(dtype).itemsize
+    stream_bytes = nbytes // (2 * len(axes) * cores)
     halves = not vmem and (stream_bytes >= HALVES_FROM_BYTES or codec is not None)
     chip, uneven = chips.current(), any(axis.line or axis.chip for axis in axes)
     room = _room(codec, len(axes))
@@ -161,7 +162,8 @@ def plan_of(
     in_parts = on_three and not any(axis.chip or axis.line or axis.size % PARTS for axis in axes)
     cut_in = functools.partial(whole.in_sections, parts=PARTS if in_parts else 1)
     units = whole.extent // whole.grain
-    share = units // (orders * (_least_sections(block, dtype, codec, orders) if uneven else 1))
+    fewest = SECTIONS if codec else max(1, min(SECTIONS, nbytes // (orders * SECTION_BYTES)))
+    share = units // (orders * (fewest if uneven else 1))
     # On lines both ways need several sections (see above).
     least = LEAST_TILES // 2 if there_and_back and any(whole.lines) else LEAST_TILES
     least = min(LEAST_TILES_ON_THREE if on_three else least, units // 2) if codec else 0
@@ -173,11 +175,6 @@ def plan_of(
             return min(fitting, key=lambda plan: _cost(plan, dtype))
     # Blocks that are too coarse to be cut so finely: as finely as they go.
     return whole if vmem else whole.in_sections(whole.grain, streams=2)
-
-
-def _least_sections(block: tuple[int, ...], dtype: DType, codec: Codec | None, orders: int) -> int:
-    nbytes = math.prod(block) * jnp.dtype(dtype).itemsize // orders
-    return SECTIONS if codec else max(1, min(SECTIONS, nbytes // SECTION_BYTES))
 
 
 def _is_short(plan: Shares, codec: Codec) -> bool:

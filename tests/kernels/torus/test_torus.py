@@ -144,6 +144,13 @@ def test_the_table_in_the_docstring_is_the_course() -> None:
     assert all(line in (torus.__doc__ or "") for line in table.splitlines()), f"\n{table}"
 
 
+@pytest.mark.parametrize("shape, units", [((4096, 256), 512), ((8, 100), 1)])
+def test_blocks_are_cut_as_finely_as_their_tiles(shape: tuple[int, int], units: int) -> None:
+    axes = [Group((name,), (4,)) for name in NAMES[:2]]
+    plan = Shares.of(axes, shape, 0, "float32", 2)
+    assert plan.extent // plan.grain == units
+
+
 # The timetable.
 
 
