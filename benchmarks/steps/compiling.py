@@ -92,8 +92,10 @@ def devices_of(topology: str) -> np.ndarray:
     Raises:
       FlagError: it has no such topology.
     """
+    # As JAX has them on TPUs: else libtpu shows each of a v4's two cores as a device.
+    as_chips = {"chip_config_name": "megacore"} if topology.startswith("v4") else {}
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology)
+        found = topologies.get_topology_desc(platform="tpu", topology_name=topology, **as_chips)
     except jax.errors.JaxRuntimeError as error:
         said = " ".join(str(error).split())
         rule = f"it must be a slice that the TPU compiler has, which says {said}"
@@ -158,21 +160,10 @@ def _over(wire: str) -> Any:
     )
 
 
-def machine_of(topology: str, n_devices: int) -> Machine:
-    """The model of a topology that has so many devices.
-
-    Ahead of time libtpu shows the two cores of a v4 as devices, where the model has one of both.
-    """
-    machine = Machine.named(topology)
-    each = n_devices // machine.n_chips
-    generation = dataclasses.replace(machine.generation, devices_per_chip=each)
-    return dataclasses.replace(machine, generation=generation)
-
-
 def _figures(
     task: Task, program: Program, devices: np.ndarray, compiled_: Any, plans: list[Any]
 ) -> dict[str, Any]:
-    machine = machine_of(task.topology, devices.size)
+    machine = Machine.named(task.topology)
     placement = machine.placement_of(devices)
     what_of = step_wires.programs(machine, placement, program.axes, plans)
     text = compiled_.as_text()
