@@ -117,12 +117,14 @@ def matmul_reduce_scatter(
     transposed: bool,
     precision: PrecisionLike,
     interpret: Interpret,
+    turned: bool = False,
     turn: Sequence[jax.Array] = (),
 ) -> jax.Array:
     """The block of rows `me` of `scale` times the sum of everyone's x @ w.
 
     Args:
-      x: (A, n * rows, K): rows whole tiles, K whole lanes.
+      x: (A, n * rows, K): rows whole tiles, K whole lanes; or (A, K, n * rows), all whole lanes, if
+        `turned`.
       w: (K, N), or (N, K) if `transposed`; N whole lanes. With `turn` also that of all turns of a
         loop, (turns, K, N).
       group: the devices.
@@ -131,12 +133,14 @@ def matmul_reduce_scatter(
       transposed: see w.
       precision: as `jax.lax.dot_general`'s.
       interpret: see `launch.call`.
+      turned: see x.
       turn: one int32[1], which of these turns it is; or none.
 
     Raises:
       VmemError: no tiles fit the chip's VMEM.
     """
-    n, (batch, all_rows, depth) = group.size, x.shape
+    n, (batch, *sizes) = group.size, x.shape
+    all_rows, depth = sizes[::-1] if turned else sizes
     columns, rows = w.shape[-2 if transposed else -1], all_rows // n
     block_bytes = batch * rows * columns * wire_dtype.itemsize
     tiling = plan(
@@ -149,6 +153,7 @@ def matmul_reduce_scatter(
         cores=launch.cores(interpret),
         terms=2,
         transposed=transposed,
+        turned=turned,
         precision=precision,
     )
     streams = tiling.streams(n)
@@ -262,8 +267,8 @@ def _gather_kernel(
 
 def _scatter_kernel(
     ring: Ring,
-    *refs: Any,  # the turn if there is one, (1,): SMEM; x, (A, n * rows, K); w, (K, N) or (N, K);
-    # the result, (A, rows, N): HBM; then a Scratch
+    *refs: Any,  # the turn if there is one, (1,): SMEM; x, (A, n * rows, K) or (A, K, n * rows);
+    # w, (K, N) or (N, K); the result, (A, rows, N): HBM; then a Scratch
     tiling: ProductTiling,
     streams: tuple[Stream, ...],
     furthest_first: bool,
@@ -282,7 +287,7 @@ def _scatter_kernel(
     [products] = _products(tiling, [w_ref], scratch, precision)
 
     def rows_of(block: Number, chunk: Number) -> Where:
-        return lambda act: act(tiling.blocks.at(x_ref, block, chunk))
+        return lambda act: act(tiling.blocks_of_x.at(x_ref, block, chunk))
 
     def sums_in(adds: Flag, *sum_refs: Ref) -> list[Where]:
         def where(ref: Ref, act: Callable[[Ref], None]) -> None:

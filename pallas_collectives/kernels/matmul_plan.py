@@ -37,7 +37,8 @@ class ProductTiling:
     """How a block goes in chunks, and each chunk's products through VMEM.
 
     Attributes:
-      blocks: the blocks of x, (A, rows, K), and their chunks; in a gather, those of all cores.
+      blocks: the blocks of x, seen as (A, rows, K), and their chunks; in a gather, those of all
+        cores.
       problems: one product each, of a chunk.
       tiles: theirs.
       cores: how many share each block: in a gather its chunks, in a scatter its columns.
@@ -71,6 +72,14 @@ class ProductTiling:
     def streams(self, devices: int) -> tuple[Stream, ...]:
         """The streams of each core."""
         return groups.streams(devices, bidirectional=True, chunks=self.chunks)
+
+    @property
+    def blocks_of_x(self) -> Blocks:
+        """The blocks of x as it is."""
+        if not self.problems[0].turned:
+            return self.blocks
+        batch, rows, depth = self.blocks.shape
+        return dataclasses.replace(self.blocks, shape=(batch, depth, rows), axis=2, cut=2)
 
     def blocks_of(self, columns: int) -> Blocks:
         """The same blocks of an array of another size in its last dimension."""
@@ -197,6 +206,7 @@ def plan(
     cores: int,
     terms: int = 0,
     transposed: bool = False,
+    turned: bool = False,
     precision: PrecisionLike = None,
 ) -> ProductTiling:
     """How the products of blocks of this shape go: in as many chunks as take least time.
@@ -207,7 +217,7 @@ def plan(
     Raises:
       VmemError: no tiles fit the chip's VMEM.
     """
-    least_rows = max(sublanes(x_dtype), sublanes(out_dtype))
+    least_rows = LANES if turned else max(sublanes(x_dtype), sublanes(out_dtype))
     (_, rows, _), sharing = shape, weights[0][0] // LANES if terms else shape[1] // least_rows
     able = cores if sharing % cores == 0 else 1
     counts = [count for count in CHUNKS if not terms or count <= MOST_SUMMED]
@@ -220,7 +230,7 @@ def plan(
         for count in whole or [1]
         # Where the wire takes longer, few of the products of sums count, and their weights' wait.
         for times in ((n * count, BARE_OF_SUMS) if terms else (n * count,))
-        if (cut := _cut(*of_w, able, count, terms, transposed, in_full, times))
+        if (cut := _cut(*of_w, able, count, terms, (transposed, turned, in_full), times))
     ]
     if not found:
         chip = chips.current()
@@ -240,15 +250,14 @@ def _cut(
     cores: int,
     chunks: int,
     terms: int,
-    transposed: bool,
-    in_full: bool,
+    how: tuple[bool, bool, bool],  # `Problem.transposed`, `turned`, `in_full`
     times: int,
 ) -> ProductTiling | None:
     """The plan with so many chunks of a block for each core; None if no tiles fit.
 
     The tiles are those of least time where each core does a product so many `times`.
     """
-    batch, rows, depth = shape
+    (batch, rows, depth), (transposed, turned, in_full) = shape, how
     down, right = (chunks, cores) if terms else (cores * chunks, 1)
     problems = tuple(
         Problem(
@@ -261,6 +270,7 @@ def _cut(
             out_dtype=out_dtype,
             terms=terms,
             transposed=transposed,
+            turned=turned,
             in_full=in_full,
         )
         for columns, w_dtype in weights

@@ -85,6 +85,7 @@ def rewritten(loop: Loop) -> "Rewritten | None":
     written, loop = loop, gradient_sums.placed(loop.with_tokens().summed_once())
     if bare := loop.bare():
         return Rewritten(loop, lax_keeps=bare)
+    loop = loop.with_gradients()
     in_order, fused = loop.in_order(), loop.fused()
     if fused and fused.saves < _BEYOND * max(in_order.saves if in_order else 0.0, fused.lost):
         fused = None
@@ -279,7 +280,7 @@ class Rewritten:
 
         JAX lowers the new loop as it would any other: what has been decided is not so twice.
         """
-        return self._otherwise(step) | ({"fuses": False} if step.fuses else {})
+        return self._otherwise(step) | ({"fuses": False} if step.fuses or step.sums else {})
 
     def _otherwise(self, step: Step) -> dict[str, Any]:
         """The same, but for whether it runs with a product."""

@@ -56,6 +56,7 @@ class Pair(NamedTuple):
       xs, ws: what is multiplied: one x for all ws where it is gathered, else one for each.
       out_dtype, transposed, precision: see `_Product`.
       keeps: whether what is gathered is wanted itself, too.
+      turned: whether the product is of rows that x has as columns, see `Spec.turned`.
     """
 
     gathers: bool
@@ -67,7 +68,8 @@ class Pair(NamedTuple):
     out_dtype: DType
     transposed: bool
     precision: Any
-    keeps: bool
+    keeps: bool = False
+    turned: bool = False
 
 
 class Kernel(NamedTuple):
@@ -90,6 +92,13 @@ _kernel_of: list[KernelOf] = []
 def provide(kernel_of: KernelOf) -> None:
     """Makes this what says by which kernel a pair runs; None where it is quicker apart."""
     _kernel_of[:] = [kernel_of]
+
+
+def kernel_of(eqn: JaxprEqn, pair: Pair) -> Kernel | None:
+    """By which kernel a pair with such a collective runs; None where it is quicker apart."""
+    (found,) = _kernel_of
+    with eqn.ctx.manager:
+        return found(pair)
 
 
 class FusedSteps(NamedTuple):
@@ -208,7 +217,7 @@ class _Turn:
     def _gathered(self, gather: Step, eqn: JaxprEqn) -> float:
         (whole,), brought = gather.writes, _types(eqn)[-1]
         nbytes = brought.size * brought.dtype.itemsize
-        if _on_tpus(eqn) and overlaps.for_its_reader(nbytes, brought.dtype, chips.current()):
+        if _on_tpus(eqn) and overlaps.narrowed_by_xla(nbytes, brought.dtype):
             return 0.0  # lax keeps it
         readers = [*map(_Product.of, self.flow.readers(gather.writes))]
         found = [p for p in readers if p and whole not in self.flow.ancestors(numbers([p.w]))]
@@ -342,9 +351,7 @@ def _kernel(
     ws = tuple(p.types[1] for p in products)
     where = name == _GATHER, params["how"], params["axis_name"], params[_DIMENSIONS[name]]
     kind = first.types[2].dtype, first.transposed, first.precision
-    (kernel_of,) = _kernel_of
-    with eqn.ctx.manager:
-        return kernel_of(Pair(*where, tuple(xs), ws, *kind, keeps))
+    return kernel_of(eqn, Pair(*where, tuple(xs), ws, *kind, keeps))
 
 
 def _packs(collective: Step) -> bool:

@@ -108,7 +108,8 @@ def _read(step: Step, slices: Slices) -> dict[int, int]:
     if eqn is None or eqn.primitive.name not in questions.FUSED:
         return {}
     joined = eqn.primitive.name != questions.FUSED[0] and len(step.reads) > 2
-    if joined or eqn.params["plan"].backend != "pallas" or eqn.params["spec"].stacked:
+    spec = eqn.params["spec"]
+    if joined or eqn.params["plan"].backend != "pallas" or spec.stacked or spec.turned:
         return {}
     found = ((k, slices.of(step.reads[k], _compat.type_of(v))) for k, v in enumerate(eqn.invars))
     return {k: x for k, x in found if k and x is not None}

@@ -24,6 +24,7 @@ from pallas_collectives.lowering import (
     collective_times,
     dataflow,
     fusing,
+    fusing_gradients,
     in_place,
     order,
     questions,
@@ -209,13 +210,9 @@ class Loop:
 
         So it is where XLA for TPUs hides more of them beside products than kernels do, and where
         it puts gathers of weights into fusions with products, which kernels are not: by `step`,
-        `fsdp_tensor` with its gradient for v5e:4x4 took 82.4 ms with kernels, for 81.7. Nor do
-        kernels have v4's CMEM, as XLA's products do: 145.4, for 144.6.
+        `fsdp_tensor` with its gradient for v5e:4x4 took 82.4 ms with kernels, for 81.7.
         """
-        chip = chips.current().name
-        in_fusions = overlaps.engine("all_gather", chip) == overlaps.IN_FUSIONS
-        if chip in overlaps.learned().near:
-            return None
+        in_fusions = overlaps.engine("all_gather", chips.current().name) == overlaps.IN_FUSIONS
         if any(step.keeps_order or (in_fusions and step.how) for step in self.steps):
             return None
         slices = self.x if self.params["length"] > 1 else ()
@@ -227,6 +224,24 @@ class Loop:
         loop = dataclasses.replace(self, steps=steps, in_place=stacks, turn=turn)
         saves = found.saves - self._hidden_by_xla()
         return Fused(loop, saves, found.unwired) if saves > 0 else None
+
+    def with_gradients(self) -> "Loop":
+        """The same with weights' gradients in one kernel with scatters that would stop the core.
+
+        Products must be left to hide the gathers that XLA runs beside them.
+        """
+        chip, loop = chips.current(), self
+        if any(step.keeps_order for step in self.steps):
+            return self
+        gathers = sum(collective_times.beside_by_xla(step, chip) for step in self.steps if step.how)
+        for step in self.steps:
+            if not step.sums or self._away[step] or collective_times.beside_by_xla(step, chip):
+                continue
+            found = fusing_gradients.fused(loop.steps, step, self.results) or []
+            left = sum(s.seconds(chip) for s in found if s.is_product) / turns.COUNTED
+            if found and left >= gathers:
+                loop = dataclasses.replace(loop, steps=found)
+        return loop
 
     def _hidden_by_xla(self) -> float:
         """The seconds of tokens' exchanges that XLA can run beside other products."""

@@ -41,6 +41,7 @@ from pallas_collectives.backends.plans import (
 )
 from pallas_collectives.errors import AlgorithmError, ReachError
 from pallas_collectives.kernels import matmul_plan
+from pallas_collectives.kernels.machinery.blocks import LANES
 from pallas_collectives.kernels.machinery.product import Problem
 from pallas_collectives.topology import chips, placement
 from pallas_collectives.topology.groups import Group
@@ -193,6 +194,10 @@ def _operands_obstacle(op: str, xs: Sequence[Any], ws: Sequence[Any], spec: Spec
     if spec.size == 1:
         return "there is one device"
     dtypes = [w.dtype for w in ws]
+    if spec.turned:
+        rows, depth = products.rows_and_depth(xs[0].shape)
+        if rows % (spec.size * LANES) or depth % LANES or ws[0].shape[-1] % LANES:
+            return f"a turned product of {rows} rows, {depth} deep, is not of whole lanes"
     if len(xs) > 1 and max(len({x.dtype for x in xs}), len(set(dtypes))) > 1:
         return "pairs of operands are of different dtypes"
     sizes = [size for operand in (*xs, *ws) for size in operand.shape]

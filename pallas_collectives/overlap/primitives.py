@@ -124,10 +124,12 @@ def _apart(
 def product(x: jax.Array, w: jax.Array, spec: Spec) -> jax.Array:
     """x @ w, by XLA."""
     left, right = _promoted(x, w)
+    rows = tuple(range(x.ndim - 1))
+    summed = (rows, rows) if spec.turned else ((x.ndim - 1,), (1 if spec.transposed else 0,))
     return jax.lax.dot_general(
         left,
         right,
-        (((x.ndim - 1,), (1 if spec.transposed else 0,)), ((), ())),
+        (summed, ((), ())),
         precision=spec.precision,
         preferred_element_type=spec.out_dtype,
     )
@@ -192,7 +194,9 @@ def lowered(
         counters.note(plan)
         xs, ws, turn = pallas_fused.parts(operands, op, spec)
         of_turn = [
-            w if w.ndim == 2 else jax.lax.dynamic_index_in_dim(w, turn[0][0], keepdims=False)
+            w
+            if w.ndim == 2 or not spec.stacked
+            else jax.lax.dynamic_index_in_dim(w, turn[0][0], keepdims=False)
             for w in ws
         ]
         operands = *xs, *of_turn
@@ -244,7 +248,8 @@ def _gather_shapes(*operands: Aval, spec: Spec) -> list[Any]:
 
 def _scatter_shapes(*operands: Aval, spec: Spec) -> list[Any]:
     xs, ws, _ = pallas_fused.parts(operands, SCATTER, spec)
-    block = block_shape(xs[0].shape, spec.axis, spec.size)
+    whole = pallas_fused.rows_and_depth(xs[0].shape) if spec.turned else xs[0].shape
+    block = block_shape(whole, spec.axis, spec.size)
     return [((*block[:-1], ws[0].shape[-2 if spec.transposed else -1]), spec.out_dtype)]
 
 
@@ -267,6 +272,7 @@ def in_one_kernel(pair: fusing.Pair) -> fusing.Kernel | None:
         how,
         precise=how.precise,
         keeps=pair.keeps,
+        turned=pair.turned,
     )
     plan = fusion.decide(op, pair.xs, pair.ws, spec)
     if plan.algorithm == FUSED and plan.backend == "pallas":  # on GPUs `lowered` knows the devices
@@ -373,16 +379,9 @@ def _as_wide(x: jax.Array, ct: jax.Array) -> jax.Array:
 
 def _weight_cotangent(x: jax.Array, ct: jax.Array, w: Aval, spec: Spec) -> jax.Array:
     """x transposed @ ct, summed over all dimensions but the last."""
-    lead = tuple(range(x.ndim - 1))
     x = _as_wide(x, ct)
-    left, right = _promoted(*((ct, x) if spec.transposed else (x, ct)))
-    return jax.lax.dot_general(
-        left,
-        right,
-        ((lead, lead), ((), ())),
-        precision=spec.precision,
-        preferred_element_type=w.dtype,
-    )
+    left, right = (ct, x) if spec.transposed else (x, ct)
+    return product(left, right, dataclasses.replace(spec, turned=True, out_dtype=w.dtype))
 
 
 _compat.register(_gather_p, jvp=_gather_jvp, transpose=_gather_transpose)

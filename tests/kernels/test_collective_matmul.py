@@ -99,6 +99,38 @@ def assert_exact(n: int, params: Any, rows: int, batch: int) -> None:
     assert not harness.race_reported()
 
 
+def of_columns(x: Any, w: Any, n: int, params: Any) -> Any:
+    """The scattered sum of x transposed @ w."""
+    options = {"wire_dtype": F32, "scale": 0.5, "transposed": False, "precision": None}
+    return collective_matmul.matmul_reduce_scatter(
+        x, w, Group(("x",), (n,)), interpret=params, turned=True, **options
+    )
+
+
+@pytest.mark.parametrize(
+    "n, cores, mode",
+    [
+        (3, 1, "on_wait"),
+        *(
+            pytest.param(*row, marks=pytest.mark.full)
+            for row in ((2, 1, "eager"), (4, 1, "eager"), (4, 1, "on_wait"), (2, 2, "eager"))
+        ),
+    ],
+)
+def test_products_of_x_as_columns(
+    n: int, cores: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As weights' gradients are; each block of columns in two parts."""
+    monkeypatch.setattr(matmul_plan, "CHUNKS", (2,))
+    params = harness.ADVERSARIES[mode] if cores == 1 else harness.on_cores(mode)
+    x, w = harness.random((n, 1, 128, n * 256), F32), harness.random((n, 128, 256), F32, 1)
+    run = functools.partial(of_columns, n=n, params=params)
+    got = harness.per_device(run, harness.mesh(n), check_vma=False)(x, w)
+    total = (x.astype(np.float64).swapaxes(2, 3) @ w[:, None]).sum(axis=0) / 2
+    np.testing.assert_array_equal(np.asarray(got), np.stack(np.split(total, n, axis=1)))
+    assert not harness.race_reported()
+
+
 def wire_is_slow(monkeypatch: pytest.MonkeyPatch, ahead: int = 1) -> None:
     """Messages that came wait behind own chunks, as where products take far less than the wire."""
     monkeypatch.setattr(pipelines.Pace, "of", lambda *_: pipelines.Pace(ahead, ratio=1))
@@ -294,7 +326,6 @@ def test_a_message_that_leaves_before_it_came_is_caught(monkeypatch: pytest.Monk
 
 def races(n: int, columns: int = 128, rows: int = 16) -> Any:
     """What can race on some schedule, in both kernels on a ring of n."""
-    machine = Machine.named(f"v5e:{n}")
     group, options = Group(("x",), (n,)), {"precision": None, "interpret": False}
 
     def run(x: jax.Array, w: jax.Array) -> Any:
@@ -305,16 +336,28 @@ def races(n: int, columns: int = 128, rows: int = 16) -> Any:
             y, w, group, wire_dtype=F32, scale=1.0, transposed=True, **options
         )
 
-    everywhere = PartitionSpec()
+    return raced(n, run, (1, rows, 128), (128, columns))
+
+
+def raced(n: int, run: Any, *shapes: tuple[int, ...]) -> Any:
+    """What can race on some schedule, in a program of arrays of such shapes."""
+    machine, everywhere = Machine.named(f"v5e:{n}"), PartitionSpec()
     function = jax.shard_map(
         run, mesh=machine.mesh({"x": n}), in_specs=everywhere, out_specs=everywhere, check_vma=False
     )
-    shapes = [jax.ShapeDtypeStruct(shape, F32) for shape in ((1, rows, 128), (128, columns))]
-    return replay(function, *shapes, machine=machine, races=True).races
+    types = [jax.ShapeDtypeStruct(shape, F32) for shape in shapes]
+    return replay(function, *types, machine=machine, races=True).races
 
 
 def test_the_replay_knows_no_race() -> None:
     assert races(8) == []
+
+
+def test_the_replay_knows_no_race_of_x_as_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, shapes = functools.partial(of_columns, n=8, params=False), ((1, 256, 2048), (256, 256))
+    assert raced(8, run, *shapes) == []
+    drop_waits("x", monkeypatch)
+    assert raced(8, run, *shapes)
 
 
 @pytest.mark.parametrize("furthest_first", [False, True])

@@ -16,7 +16,9 @@ import harness
 import pallas_collectives
 from benchmarks import fused
 from benchmarks.replay_rows import mesh_axes
+from pallas_collectives.backends import choice
 from pallas_collectives.backends.pallas import products
+from pallas_collectives.backends.pallas.products import SCATTER, Spec
 from pallas_collectives.kernels.machinery import launch, multiply
 from pallas_collectives.replay import Machine, bound, replay
 from pallas_collectives.topology.groups import Group
@@ -137,14 +139,37 @@ def test_weights_of_which_most_stay_compile(
     assert found.ops.count("custom-call") == 1, found.ops
 
 
+def gradient(x: jax.Array, y: jax.Array) -> jax.Array:
+    """The scattered sum of x transposed @ y."""
+    how = choice.choose(("x",), None, None)
+    spec = Spec("x", 0, x.dtype, False, None, how, turned=True)
+    (found,) = products.kernel(x, y, op=SCATTER, spec=spec)
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.full)])
+@pytest.mark.parametrize("generation", harness.GENERATIONS)
+def test_gradients_of_weights_compile_to_the_kernel_alone(generation: str, dtype: str) -> None:
+    """x is turned tile by tile, and not by XLA."""
+    shapes = (4096, 8192), (4096, 2944)
+    assert_nothing_else(
+        harness.compile_for_tpu(gradient, harness.GENERATIONS[generation], *shapes, dtype=dtype)
+    )
+
+
 @pytest.mark.full
+@pytest.mark.parametrize("of_gradients", [False, True])
 @pytest.mark.parametrize("generation", harness.GENERATIONS)
 def test_what_the_compiler_keeps_is_counted(
-    generation: str, monkeypatch: pytest.MonkeyPatch
+    generation: str, of_gradients: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half a MiB besides is enough, for registers that it spills."""
     monkeypatch.setattr(launch, "_vmem_limit", lambda needed, *_: needed + (1 << 19))
-    compiled(generation, 11008, "matmul_reduce_scatter")
+    if of_gradients:
+        shapes = (8192, 8192), (8192, 11008)
+        harness.compile_for_tpu(gradient, harness.GENERATIONS[generation], *shapes, dtype=BF16)
+    else:
+        compiled(generation, 11008, "matmul_reduce_scatter")
 
 
 @pytest.mark.full

@@ -109,7 +109,7 @@ def test_no_kernel_races_in_its_turn(dtype: str, mode: str) -> None:
 @pytest.mark.usefixtures("quicker")
 def test_what_lax_gathers_for_its_reader_stays_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """As large gathers of float32, which XLA sends as bfloat16 where products read it so."""
-    monkeypatch.setattr(overlaps, "for_its_reader", lambda *_: "XLA sends half the bytes")
+    monkeypatch.setattr(overlaps, "narrowed_by_xla", lambda *_: "XLA sends half the bytes")
     with counted() as kernels:
         on_devices(forward(one, scan=True))
     assert kernels == {"gathers": 0, "scatters": 1}
@@ -435,7 +435,7 @@ def test_on_gpus_products_run_beside_copies(layer: Layer, kernels: set[str], sca
 @pytest.mark.parametrize(
     "topology, kernels",
     [
-        ("v4:2x2x1", []),  # XLA's products read nearer memory there
+        ("v4:2x2x1", [*FUSED]),
         ("v5e:2x2", [*FUSED]),
         ("v5p:2x2x2", [*FUSED]),
         ("v6e:2x2", [*FUSED]),

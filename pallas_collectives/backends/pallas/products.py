@@ -46,6 +46,8 @@ class Spec:
       precise: sums travel in float32.
       scale: a factor of the scattered sum.
       keeps: whether the gathered operand is wanted; what stands in its place is not read otherwise.
+      turned: x is (..., n * rows) and w (..., N), and the product (n * rows, N) sums over all other
+        dimensions, as that of weights' gradients; it is scattered along its rows, `axis` 0.
       stacked: weights of three dimensions are those of all turns of a loop, each whole tiles; the
         last operand, int32[1], says which of them counts.
     """
@@ -60,6 +62,7 @@ class Spec:
     precise: bool = False
     scale: float = 1.0
     keeps: bool = True
+    turned: bool = False
     stacked: bool = False
 
     @property
@@ -167,6 +170,11 @@ def scatter_layout(
     return ProductLayout(shape, axis, n, max(sublanes(x_dtype), sublanes(wire)))
 
 
+def rows_and_depth(turned: Sequence[int]) -> tuple[int, int]:
+    """What an x is seen as that is `Spec.turned`: (n * rows, K)."""
+    return turned[-1], math.prod(turned[:-1])
+
+
 def plan(
     op: str, x_shape: tuple[int, ...], x_dtype: DType, ws: Sequence[Any], spec: Spec, group: Group
 ) -> tuple[matmul_plan.ProductTiling, int]:
@@ -178,6 +186,7 @@ def plan(
         out, terms, wire, width = kernel_dtype(spec.out_dtype), 0, x_dtype, layout.block[2]
     else:
         wire = wire_dtype(spec.out_dtype, spec.precise)
+        x_shape = rows_and_depth(x_shape) if spec.turned else x_shape
         layout = scatter_layout(x_shape, spec.axis, spec.size, x_dtype, wire)
         weights, out, terms, width = [(columns[0], ws[0].dtype)], wire, 2, columns[0]
     block_bytes = math.prod(layout.block[:2]) * width * jnp.dtype(wire).itemsize
@@ -191,6 +200,7 @@ def plan(
         cores=launch.cores(spec.how.interpret),
         terms=terms,
         transposed=spec.transposed,
+        turned=spec.turned,
         precision=settled_precision(spec.precision),
     )
     return found, block_bytes
@@ -215,7 +225,7 @@ def kernel(*operands: jax.Array, op: str, spec: Spec) -> list[jax.Array]:
     }
     if op == GATHER:
         return all_gather_matmul(xs[0], ws, group, **options)
-    options |= {"precise": spec.precise, "scale": spec.scale}
+    options |= {"precise": spec.precise, "scale": spec.scale, "turned": spec.turned}
     return [matmul_reduce_scatter(xs, ws, group, **options)]
 
 
@@ -277,6 +287,7 @@ def matmul_reduce_scatter(
     transposed: bool,
     precision: PrecisionLike,
     interpret: Interpret,
+    turned: bool,
     turn: Sequence[jax.Array] = (),
 ) -> jax.Array:
     """Block `me` along `axis` of `scale` times everyone's sum of x @ w, of one pair or several.
@@ -286,16 +297,18 @@ def matmul_reduce_scatter(
     x = xs[0] if len(xs) == 1 else jnp.concatenate(xs, axis=-1)
     w = ws[0] if len(ws) == 1 else jnp.concatenate(ws, axis=1 if transposed else 0)
     wire = wire_dtype(out_dtype, precise)
-    layout = scatter_layout(x.shape, axis, group.size, x.dtype, wire)
+    seen = rows_and_depth(x.shape) if turned else x.shape
+    layout = scatter_layout(seen, axis, group.size, x.dtype, wire)
     y = collective_matmul.matmul_reduce_scatter(
-        layout.rows_first(x),
-        _whole_lanes(w),
+        x.reshape(1, *seen[::-1]) if turned else layout.rows_first(x),
+        w.reshape(-1, w.shape[-1]) if turned else _whole_lanes(w),
         group,
         wire_dtype=wire,
         scale=scale,
         transposed=transposed,
         precision=precision,
         interpret=interpret,
+        turned=turned,
         turn=turn,
     )
     return layout.back(y, 1, w.shape[-2 if transposed else -1]).astype(out_dtype)

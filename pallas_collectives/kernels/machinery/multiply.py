@@ -1,6 +1,7 @@
 """Products of a kernel with one w, one behind another, tile by tile through VMEM.
 
-    out[a] = scale * (x[a] @ w + terms[0][a] + ...)        x: (A, rows, K), w: (K, N) or (N, K)
+    out[a] = scale * (x[a] @ w + terms[0][a] + ...)        x: (A, rows, K) or (A, K, rows)
+                                                           w: (K, N) or (N, K)
 
 What a product is and what its tiles are `product` says. Tiles of x, of w and of results have two
 places each, resident weights one for each tile of columns, and two more where not all of these
@@ -79,7 +80,7 @@ class Scratch(NamedTuple):
         count = 2 if t.keep == "tile" else across(p, t) - anew + (2 if anew else 0)
         result = t.rows, t.columns
         return cls(
-            Places.of(2, (t.rows, t.depth), p.x_dtype),
+            Places.of(2, (t.depth, t.rows) if p.turned else (t.rows, t.depth), p.x_dtype),
             Places.of(count, w_tile[::-1] if p.transposed else w_tile, p.w_dtype),
             [Places.of(term_places(p, t), result, p.out_dtype) for _ in range(p.terms)],
             Places.of(2, result, p.out_dtype),
@@ -341,7 +342,8 @@ class Products:
 
         def multiplied(slab: Number) -> jax.Array:
             start = slab * t.inner
-            left = x_ref[:, pl.ds(_aligned(start, t.inner), t.inner)]
+            of_x = pl.ds(_aligned(start, t.inner), t.inner)
+            left = x_ref[of_x].T if p.turned else x_ref[:, of_x]
             depths = pl.ds(_aligned(start + self._held_from(k), t.inner), t.inner)
             right = w_ref[(slice(None), depths) if p.transposed else (depths, slice(None))]
             if left.dtype != right.dtype:
@@ -389,6 +391,8 @@ class Products:
         _, a, i, k = self._indices(step)
         start, size = _cut(self._problem.rows, self._tiles.rows, i)
         depths = pl.ds(_aligned(k * self._tiles.depth, self._tiles.depth), self._tiles.depth)
+        if self._problem.turned:
+            return (a, depths, pl.ds(start, size)), (slice(None), pl.ds(0, size))
         return (a, pl.ds(start, size), depths), (pl.ds(0, size),)
 
     def _w_tile(self, step: Number) -> tuple[Any, Any]:

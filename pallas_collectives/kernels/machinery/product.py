@@ -2,6 +2,8 @@
 
     out[a] = scale * (x[a] @ w + terms[0][a] + ...)        x: (A, rows, K), w: (K, N) or (N, K)
 
+x may be (A, K, rows), too: then each tile of it is turned as it is multiplied.
+
 The grid runs over columns of w, then A, then rows, then K: a panel of w, all of K by `columns`, is
 fetched once and serves all rows. Where one tile holds all of x, that is fetched once and serves all
 columns. Where all of w fits VMEM it is resident: brought in once, for any number of products.
@@ -63,6 +65,7 @@ class Problem:
       x_dtype, w_dtype, out_dtype: dtypes.
       terms: how many terms are added.
       transposed: w is (N, K).
+      turned: x is (A, K, rows); rows are whole lanes, too.
       in_full: float32 is multiplied in full, in several passes: precision "highest".
     """
 
@@ -75,6 +78,7 @@ class Problem:
     out_dtype: DType
     terms: int = 0
     transposed: bool = False
+    turned: bool = False
     in_full: bool = False
 
     @property
@@ -197,6 +201,9 @@ def seconds(problem: Problem, tiles: Tiles, chip: Chip, cores: int = 1) -> float
     adds = _adds(p)
     flops = 2 * steps * t.rows * t.depth * t.columns
     core = flops / (chip.matrix_rate / chip.cores)
+    if p.turned:  # each tile, as often as it is multiplied
+        numbers = steps * t.rows * t.depth
+        core += numbers * chip.turned[p.x_dtype.itemsize > 2] / chip.vector_rate
     if t.inner < p.depth:
         # Each product of slabs is added to the sum under way, in part beside the next one: by the
         # replay of v4, tiles chosen as if it were not take up to 11% longer.

@@ -1,6 +1,7 @@
 """A product by tiles, by itself."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -52,7 +53,8 @@ def multiply(
         products.settle(out_ref)
 
     hbm = pl.BlockSpec(memory_space=pltpu.HBM)
-    result = jax.ShapeDtypeStruct((*x.shape[:2], problem.columns), problem.out_dtype)
+    shape = problem.batch, problem.rows, problem.columns
+    result = jax.ShapeDtypeStruct(shape, problem.out_dtype)
     first, second = pl.pallas_call(
         kernel,
         out_shape=[result] * 2,
@@ -77,6 +79,20 @@ def test_products_of_tiles_that_stick_out(keep: str, transposed: bool) -> None:
     adds = keep != "panel"
     got = multiply(problem, tiles, x, given, term, adds=adds, scale=0.5)
     np.testing.assert_array_equal(got, (x @ w + (term if adds else 0)) * 0.5)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_products_of_x_as_columns(transposed: bool, dtype: Any) -> None:
+    """The last tile of rows is a narrower one; K in several tiles, and those in slabs."""
+    of = {"terms": 1, "transposed": transposed, "turned": True}
+    problem = Problem(2, 384, 512, 384, dtype, dtype, F32, **of)
+    tiles = Tiles(rows=256, depth=256, columns=256, inner=128, keep="panel")
+    x, w = harness.random((2, 384, 512), dtype), harness.random((512, 384), dtype, 1)
+    term, given = harness.random((2, 384, 384), F32, 2), w.T if transposed else w
+    got = multiply(problem, tiles, np.swapaxes(x, 1, 2), given, term)
+    wide = (a.astype(np.float32) for a in (x, w))
+    np.testing.assert_array_equal(got, functools.reduce(np.matmul, wide) + term)
 
 
 @pytest.mark.full
