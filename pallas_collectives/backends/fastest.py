@@ -81,13 +81,11 @@ def decide(
 def added_by_subcores_us(op: str, algorithm: str, block_bytes: int, n: int) -> float:
     """Microseconds that a sum by an algorithm of n devices takes longer on vector subcores.
 
-    Both ways round a ring of three or more a TensorCore's wait in VMEM (`reduce_scatter`), which is
-    quicker for blocks of up to `overlaps.SMALL_BLOCK`.
+    Both ways round a ring of three or more a TensorCore's wait in VMEM (`reduce_scatter`).
     """
     added = block_bytes // n if catalogue.COLLECTIVES[op].sums_everywhere else block_bytes
     in_vmem = n > 2 and algorithm.partition(":")[0] in ("bidirectional", "ring")
-    waits = in_vmem and added <= overlaps.SMALL_BLOCK
-    return overlaps.adding_us(added, chips.current(), hops=n // 2 if waits else 0)
+    return overlaps.adding_us(added, chips.current(), hops=n // 2 if in_vmem else 0)
 
 
 def decided(op: str, how: How, nbytes: int, group: Group) -> Decision | None:

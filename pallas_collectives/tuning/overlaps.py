@@ -38,8 +38,10 @@ _EXPOSED = 0.25
 # as agree best with the replay (`adding_us`).
 _SUBCORES = 16
 _ADDED = 1.5
-SMALL_BLOCK = (16 << 20) // 6  # bytes: of larger ones others are on the wire while one waits
-_SLOT_US = 2.33  # that a hop takes longer, likewise, whose slot is in HBM and not in VMEM
+# That a hop takes longer, likewise, whose slot is in HBM and not in VMEM: of a small block, and
+# the less the more is on the wire meanwhile, up to so many bytes.
+_SLOT_US = 2.8
+_HIDES_SLOT = (16 << 20) // 6
 
 # Ragged exchanges of this many bytes take less time than the host takes to read their counts.
 _FEW = 1 << 20
@@ -228,9 +230,10 @@ def adding_us(block_bytes: int, chip: Chip, hops: int) -> float:
 
     They add beside the wire, but the first block before it goes on, and the last one. Their slots
     are in HBM: `hops` are those that wait for it where a TensorCore's would not. By the replay, of
-    32 to 256 MiB of bf16 and f32 for v5p, v6e and 7x, within 10%, and of 4 MiB within 12%.
+    4 to 256 MiB of bf16 and f32 for v5p, v6e and 7x, within 10%.
     """
-    return _ADDED * block_bytes / (_SUBCORES * chip.subcore_rate) * 1e6 + _SLOT_US * hops
+    added = _ADDED * block_bytes / (_SUBCORES * chip.subcore_rate) * 1e6
+    return added + _SLOT_US * hops * max(0.0, 1 - block_bytes / _HIDES_SLOT)
 
 
 def gathers_on_sparsecore(chip: Chip) -> bool:

@@ -351,16 +351,13 @@ def test_replayed_as_a_second_engine(op: str, algorithm: str, name: str) -> None
         assert report(":sc", **like_the_core).time <= 1.1 * here.time
 
 
-@pytest.mark.parametrize(
-    "rows, dtype, within",
-    [(256, "bfloat16", 0.12), (2048, "bfloat16", 0.1), (2048, "float32", 0.1)],
-)
+@pytest.mark.parametrize("rows, dtype", [(256, "bfloat16"), (2048, "bfloat16"), (2048, "float32")])
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [("v6e:4x4", {"x": 16}), ("v5p:2x2x2", {"x": 8}), ("7x:2x2x1", {"x": 8})],
 )
 def test_what_subcores_add_is_reckoned(
-    name: str, sizes: dict[str, int], rows: int, dtype: str, within: float
+    name: str, sizes: dict[str, int], rows: int, dtype: str
 ) -> None:
     """A sum's time there is the TensorCore's, and what its subcores add that nothing hides."""
     machine, shape = Machine.named(name), jax.ShapeDtypeStruct((rows, 8192), dtype)
@@ -374,9 +371,8 @@ def test_what_subcores_add_is_reckoned(
         return replay(mapped, shape, machine=machine).time * 1e6
 
     block = rows * 8192 * jnp.dtype(dtype).itemsize // sizes["x"]
-    hops = sizes["x"] // 2 if block <= overlaps.SMALL_BLOCK else 0
-    reckoned = us("bidirectional:hbm") + overlaps.adding_us(block, machine.generation, hops)
-    assert reckoned == pytest.approx(us("bidirectional:sc"), rel=within)
+    adding = overlaps.adding_us(block, machine.generation, sizes["x"] // 2)
+    assert us("bidirectional:hbm") + adding == pytest.approx(us("bidirectional:sc"), rel=0.1)
 
 
 @pytest.mark.full
