@@ -71,9 +71,10 @@ def override_lax(
     SparseCore runs those beside which a turn has other products, as with `two_batch_overlap`
     (`lowering.order`). Or a gather of tokens and the products behind it, or a product and the
     psum_scatter behind it, run in one kernel, and a psum of products as that kernel and a gather,
-    where a model of the chip says that this is quicker (`lowering.fusing`). So do on v4 and v5e the
-    product that makes a weight's gradient and its psum_scatter (`lowering.fusing_gradients`).
-    `override_report()` says what was replaced, and why the rest was not.
+    where a model of the chip says that this is quicker (`lowering.fusing`). So does, with its
+    psum_scatter where that would stop the core, as on v4 and v5e, the product that makes a weight's
+    gradient (`lowering.fusing_gradients`). `override_report()` says what was replaced, and why the
+    rest was not.
 
     Args:
       everything: replace also what XLA would run beside compute; and run all on the TensorCore,

@@ -231,8 +231,9 @@ def _obstacle(axes: tuple[Any, ...], platform: str, groups: Groups) -> str:
         return f"no mesh is known here: {axes} are axes of vmap, or of {partitioning}"
     if not set(axes) & set(mesh.axis_names):
         return f"{axes} are axes of vmap, not of a mesh"  # lax's vmap rules take those away
-    automatic = [a for a in mesh.axis_names if a not in mesh.manual_axes and mesh.shape[a] > 1]
-    if automatic:
+    others = [a for a in mesh.axis_names if a not in mesh.manual_axes]
+    # A simulated kernel is a host callback, of which XLA refuses a partition of one, too.
+    if automatic := [a for a in others if mesh.shape[a] > 1 or platform == "cpu"]:
         return f"mesh axis {automatic[0]!r} is not manual, and XLA cannot partition a kernel"
     if groups is not None and len({*map(len, groups)}) > 1:
         return f"axis_index_groups={groups!r} are of unequal size, and no kernel takes those"

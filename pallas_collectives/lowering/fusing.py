@@ -164,7 +164,7 @@ class _Product:
         """None for other steps."""
         if step.eqn is None or not step.is_product:
             return None
-        left, right, out = _types(step.eqn)
+        left, right, out = types_of(step.eqn)
         (of_x, of_w), batches = step.eqn.params["dimension_numbers"]
         if any(batches) or right.ndim != 2 or (of_x, len(of_w)) != ((left.ndim - 1,), 1):
             return None
@@ -202,7 +202,7 @@ class _Turn:
         """Puts a kernel in place of a collective and its products; the seconds that this saves."""
         eqn = collective.eqn
         assert eqn is not None
-        (x, *_), name = _types(eqn), eqn.primitive.name
+        (x, *_), name = types_of(eqn), eqn.primitive.name
         if eqn.params.get("axis_index_groups") or not eqn.params.get("tiled", True):
             return 0.0
         if wire_choice.moved_dtype(eqn.params["how"], x.dtype) != x.dtype:
@@ -215,7 +215,7 @@ class _Turn:
         )
 
     def _gathered(self, gather: Step, eqn: JaxprEqn) -> float:
-        (whole,), brought = gather.writes, _types(eqn)[-1]
+        (whole,), brought = gather.writes, types_of(eqn)[-1]
         nbytes = brought.size * brought.dtype.itemsize
         if _on_tpus(eqn) and overlaps.narrowed_by_xla(nbytes, brought.dtype):
             return 0.0  # lax keeps it
@@ -223,7 +223,7 @@ class _Turn:
         found = [p for p in readers if p and whole not in self.flow.ancestors(numbers([p.w]))]
         found = [p for p in found if p.kind == found[0].kind]
         keeps = whole in self._results or len(found) < len(readers)
-        kernel = self._kernel(eqn, found, _types(eqn)[:1], keeps=keeps)
+        kernel = self._kernel(eqn, found, types_of(eqn)[:1], keeps=keeps)
         if kernel is None or (saves := kernel.saves) <= 0:
             return 0.0
         if not keeps:  # nothing reads it, so it need have no number of its own
@@ -247,7 +247,7 @@ class _Turn:
         """
         if eqn.params["how"].backend == "nccl" and not self._feeds_products(total):
             return 0.0
-        (*rows, _), devices = _types(eqn)[0].shape or (0,), collective_times.group(eqn).size
+        (*rows, _), devices = types_of(eqn)[0].shape or (0,), collective_times.group(eqn).size
         axis = next((axis for axis, size in enumerate(rows) if size % devices == 0), None)
         terms = self._terms(total.reads[0]) if len(eqn.invars) == 1 else []
         longer = collective_times.longer_in_two(total) if terms and axis is not None else None
@@ -357,7 +357,7 @@ def _kernel(
 def _packs(collective: Step) -> bool:
     """Whether it has a wire for which its numbers would be packed, as far as GPUs' plans tell."""
     assert collective.eqn is not None
-    return wire_choice.packs(collective.eqn.params["how"], _types(collective.eqn)[0].dtype)
+    return wire_choice.packs(collective.eqn.params["how"], types_of(collective.eqn)[0].dtype)
 
 
 def _on_tpus(eqn: JaxprEqn) -> bool:
@@ -367,8 +367,9 @@ def _on_tpus(eqn: JaxprEqn) -> bool:
 
 def _tokens(eqn: JaxprEqn) -> int:
     """Bytes of what a gather brings, or a scatter sums."""
-    return max(kind.size * kind.dtype.itemsize for kind in _types(eqn))
+    return max(kind.size * kind.dtype.itemsize for kind in types_of(eqn))
 
 
-def _types(eqn: JaxprEqn) -> tuple[Any, ...]:
+def types_of(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """The types of what an equation reads and writes."""
     return tuple(map(_compat.type_of, (*eqn.invars, *eqn.outvars)))

@@ -18,12 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from pallas_collectives import _compat
 from pallas_collectives._compat import Aval
 from pallas_collectives.backends.plans import How
 from pallas_collectives.lowering import fusing
 from pallas_collectives.lowering.dataflow import Dataflow
-from pallas_collectives.lowering.fusing import Pair
+from pallas_collectives.lowering.fusing import Pair, types_of
 from pallas_collectives.lowering.turns import Step, numbers
 
 
@@ -44,7 +43,7 @@ def fused(steps: Sequence[Step], scatter: Step, results: Sequence[Any]) -> list[
         return None
     product, along = made[-1].eqn, eqn.params["scatter_dimension"]
     assert product is not None
-    types = _types(product)
+    types = types_of(product)
     k = (along + len(made) - 1) % 2  # which operand has as its columns what is scattered
     where = False, how, eqn.params["axis_name"], 0, (types[k],), (types[1 - k],)
     pair = Pair(*where, types[2].dtype, False, product.params["precision"], turned=True)
@@ -55,7 +54,7 @@ def fused(steps: Sequence[Step], scatter: Step, results: Sequence[Any]) -> list[
     whole = eqn.replace(invars=[*invars], **kernel.bound)
     by = [Step(whole, reads, scatter.writes, scatter.within)]
     if along == 1:
-        turning, part = _turning(_types(eqn)[-1], eqn), 1 + max(flow.makers)
+        turning, part = _turning(types_of(eqn)[-1], eqn), 1 + max(flow.makers)
         whole = whole.replace(outvars=turning.invars)
         by = [
             Step(whole, reads, (part,), scatter.within),
@@ -89,7 +88,7 @@ def _sums_rows(step: Step) -> bool:
     """Whether it multiplies two arrays, and sums over all their dimensions but the last."""
     if step.eqn is None or not step.is_product:
         return False
-    left, right, _ = _types(step.eqn)
+    left, right, _ = types_of(step.eqn)
     summed, batches = step.eqn.params["dimension_numbers"]
     rows = [tuple(range(x.ndim - 1)) for x in (left, right)]
     return left.ndim > 1 and not any(batches) and [*map(tuple, summed)] == rows
@@ -101,7 +100,3 @@ def _turning(kind: Aval, like: JaxprEqn) -> JaxprEqn:
         turned = jax.ShapeDtypeStruct(kind.shape[::-1], kind.dtype)
         (eqn,) = jax.make_jaxpr(jnp.transpose)(turned).jaxpr.eqns
     return eqn.replace(ctx=like.ctx)
-
-
-def _types(eqn: JaxprEqn) -> tuple[Any, ...]:
-    return tuple(map(_compat.type_of, (*eqn.invars, *eqn.outvars)))

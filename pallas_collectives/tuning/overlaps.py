@@ -144,8 +144,8 @@ def of_tokens(op: str, nbytes: int, chip: Chip) -> str:
     By `step`, forward, of a layer whose tokens are gathered before its products and whose sum is
     scattered behind them, four times on v6e:4x4, of weights of 32 MiB: products whose operands XLA
     has in VMEM and scatters of 8 MiB take 919 us, with kernels that scatter 1095; of 4 MiB 597 and
-    514. On v5e and v4 kernels take less, of 4 to 32 MiB: `benchmarks.steps.two_batches:tensor`
-    7.5 ms for 8.7 on v5e:4x4, 18.5 for 20.9 on v4:2x2x1.
+    514. On v5e kernels take less, of 4 to 32 MiB: `benchmarks.steps.two_batches:tensor` 7.5 ms
+    for 8.7 on v5e:4x4.
     """
     kept = {"all_gather": nbytes < NEAR, "reduce_scatter": NEAR // 4 <= nbytes < NEAR // 2}
     if chip.name != "v6e" or not kept.get(op):

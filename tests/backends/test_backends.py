@@ -75,8 +75,10 @@ def test_a_name_that_cannot_serve_is_refused_while_tracing(
         jax.eval_shape(run, np.zeros((2, 8, 128), np.float32))
 
 
-def test_partly_automatic_mesh_goes_to_lax_by_name_and_count() -> None:
-    on = harness.mesh(2, 2)
+@pytest.mark.parametrize("others", [1, 2])
+def test_partly_automatic_mesh_goes_to_lax_by_name_and_count(others: int) -> None:
+    """An axis of one device, too, where kernels are simulated: XLA refuses to partition those."""
+    on = harness.mesh(2, others)
     x = np.arange(2 * 8 * 128, dtype=np.float32).reshape(2, 8, 128)
     gather = jax.shard_map(
         lambda a: pallas_collectives.all_gather(a, "x", tiled=True, to="invarying"),
