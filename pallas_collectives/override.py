@@ -90,10 +90,11 @@ def override_lax(
         psum's wire.
       wire_backward: likewise, of these calls' derivatives, by the names of the calls. Without it
         they travel as they are.
-      fuse: whether products may run in one kernel with tokens' exchanges. Such a kernel multiplies
-        as `all_gather_matmul` and `matmul_reduce_scatter` do, for which weights are (K, N) or
-        (N, K): it adds up in float32 as XLA does, but in an order of its own. With False XLA
-        multiplies all.
+      fuse: whether products may run in one kernel with the exchange of tokens before or behind
+        them, or with the scatter of the gradient that they make. Such a kernel multiplies as
+        `all_gather_matmul` and `matmul_reduce_scatter` do, for which weights are (K, N) or (N, K):
+        it adds up in float32 as XLA does, but in an order of its own. With False XLA multiplies
+        all.
       ahead: whether a turn of a scan (one iteration) may gather the weights that the next turn
         needs first, and leave the scatter of its last gradient to the next turn, where a SparseCore
         runs these, or XLA such gathers beside products (on 7x, and on v5e what a turn reads once),
