@@ -11,7 +11,8 @@ It is for scatters that would stop the core: where a SparseCore adds, or XLA its
 products, both stay apart.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -24,23 +25,35 @@ from pallas_collectives.lowering import fusing
 from pallas_collectives.lowering.dataflow import Dataflow
 from pallas_collectives.lowering.fusing import Pair, types_of
 from pallas_collectives.lowering.turns import Step, numbers
+from pallas_collectives.topology import chips
 
 
-def fused(steps: Sequence[Step], scatter: Step, results: Sequence[Any]) -> list[Step] | None:
-    """A turn with a gradient's product and scatter in one kernel; None where that is no quicker.
+def fused(
+    steps: Sequence[Step], scatters: Iterable[Step], results: Sequence[Any], spare: float
+) -> list[Step] | None:
+    """A turn with gradients' products and scatters in kernels; None where that is no quicker.
 
     Args:
       steps: in the program's order.
-      scatter: one of them.
+      scatters: some of them.
       results: what the turn hands on.
+      spare: seconds of products that need hide nothing.
     """
-    flow, eqn = Dataflow(steps), scatter.eqn
+    flow, found, chip = Dataflow(steps), False, chips.current()
+    for scatter in scatters:
+        made = _made_by(flow, scatter, {*numbers(results)})
+        seconds = made[-1].seconds(chip) if made else math.inf
+        if seconds <= spare and (kernel := _kernel(flow, scatter, made)):
+            flow.replace([scatter, *made], kernel)
+            found, spare = True, spare - seconds
+    return flow.in_order() if found else None
+
+
+def _kernel(flow: Dataflow, scatter: Step, made: Sequence[Step]) -> list[Step]:
+    """The kernel in place of a scatter and what made its gradient; empty where none is quicker."""
+    eqn = scatter.eqn
     assert eqn is not None
     how: How = eqn.params["how"]
-    others = eqn.params.get("axis_index_groups") or not eqn.params.get("tiled", True)
-    made = _made_by(flow, scatter.reads[0], {*numbers(results)})
-    if not made or not how.fuses or how.wire or others:
-        return None
     product, along = made[-1].eqn, eqn.params["scatter_dimension"]
     assert product is not None
     types = types_of(product)
@@ -49,28 +62,33 @@ def fused(steps: Sequence[Step], scatter: Step, results: Sequence[Any]) -> list[
     pair = Pair(*where, types[2].dtype, False, product.params["precision"], turned=True)
     kernel = fusing.kernel_of(eqn, pair)
     if kernel is None or kernel.saves <= 0:
-        return None
+        return []
     reads, invars = ((of[k], of[1 - k]) for of in (made[-1].reads, product.invars))
     whole = eqn.replace(invars=[*invars], **kernel.bound)
-    by = [Step(whole, reads, scatter.writes, scatter.within)]
-    if along == 1:
-        turning, part = _turning(types_of(eqn)[-1], eqn), 1 + max(flow.makers)
-        whole = whole.replace(outvars=turning.invars)
-        by = [
-            Step(whole, reads, (part,), scatter.within),
-            Step(turning, (part,), scatter.writes, scatter.within),
-        ]
-    flow.replace([scatter, *made], by)
-    return flow.in_order()
+    if along == 0:
+        return [Step(whole, reads, scatter.writes, scatter.within)]
+    turning, part = _turning(types_of(eqn)[-1], eqn), 1 + max(flow.makers)
+    return [
+        Step(whole.replace(outvars=turning.invars), reads, (part,), scatter.within),
+        Step(turning, (part,), scatter.writes, scatter.within),
+    ]
 
 
-def _made_by(flow: Dataflow, gradient: Any, results: set[int]) -> list[Step]:
-    """What turns a gradient, if anything does, and the product that makes it.
+def _made_by(flow: Dataflow, scatter: Step, results: set[int]) -> list[Step]:
+    """What turns a scatter's gradient, if anything does, and the product that makes it.
 
-    Empty where it is made otherwise, or where something else reads it.
+    Empty where it is made otherwise, where something else reads it, and where no kernel scatters
+    so.
     """
-    found: list[Step] = []
-    value = gradient
+    assert scatter.eqn is not None
+    params, found = scatter.eqn.params, list[Step]()
+    if "scatter_dimension" not in params:  # a sum for all devices
+        return []
+    if params.get("axis_index_groups") or not params.get("tiled", True):
+        return []
+    if not params["how"].fuses or params["how"].wire:
+        return []
+    value = scatter.reads[0]
     while len(flow.readers([value])) == 1 and value not in results:
         step = flow.makers.get(value)
         if step is None or step.eqn is None:

@@ -230,18 +230,16 @@ class Loop:
 
         Products must be left to hide the gathers that XLA runs beside them.
         """
-        chip, loop = chips.current(), self
-        if any(step.keeps_order for step in self.steps):
+        chip = chips.current()
+        sums = (step for step in self.steps if step.sums and not self._away[step])
+        scatters = [step for step in sums if not collective_times.beside_by_xla(step, chip)]
+        if not scatters or any(step.keeps_order for step in self.steps):
             return self
         gathers = sum(collective_times.beside_by_xla(step, chip) for step in self.steps if step.how)
-        for step in self.steps:
-            if not step.sums or self._away[step] or collective_times.beside_by_xla(step, chip):
-                continue
-            found = fusing_gradients.fused(loop.steps, step, self.results) or []
-            left = sum(s.seconds(chip) for s in found if s.is_product) / turns.COUNTED
-            if found and left >= gathers:
-                loop = dataclasses.replace(loop, steps=found)
-        return loop
+        products = sum(step.seconds(chip) for step in self.steps if step.is_product)
+        spare = products - turns.COUNTED * gathers
+        found = fusing_gradients.fused(self.steps, scatters, self.results, spare)
+        return dataclasses.replace(self, steps=found) if found else self
 
     def _hidden_by_xla(self) -> float:
         """The seconds of tokens' exchanges that XLA can run beside other products."""
